@@ -7,7 +7,7 @@ import re
 from itertools import pairwise
 from pathlib import Path
 
-from shardwright.planner.run_columns import columns
+from shardwright.planner.run_columns import RunColumn, columns
 
 PAGE = Path(__file__).with_name("measured-runs.md")
 FIRST = ("id", "model_kind", "accelerator", "stack", "tp", "step_time_s")
@@ -31,11 +31,11 @@ def page() -> str:
     ends = [names.index(name) for name in FIRST] + [len(names)]
     parts = iter([names[begin:end] for begin, end in pairwise(ends)])
     text = _HEADER.sub(",".join(names) + "\n", PAGE.read_text(encoding="utf-8"))
-    return _TABLE.sub(lambda table: table[1] + "".join(map(_row, next(parts))), text)
+    return _TABLE.sub(lambda table: table[1] + "".join(table_row(name, columns()[name]) for name in next(parts)), text)
 
 
-def _row(name: str) -> str:
-    column = columns()[name]
+def table_row(name: str, column: RunColumn) -> str:
+    """Return the row of a column in a table of a page."""
     return f"| `{name}` | {column.help} | {column.rule} | {NEEDED[column.needed]} |\n"
 
 

@@ -9,6 +9,7 @@ from typer.testing import CliRunner, Result
 
 from shardwright.cli.main import app
 from shardwright.rl.measured import PUBLISHED
+from tests.cli.imports import runs_without
 
 ASKED = {
     "model": "qwen3-0.6b", "cluster": "h100:2", "prompts": 8, "group": 8, "input-len": 128, "output-mean": 300,
@@ -45,6 +46,30 @@ def test_off_policy_generation_and_training_overlap_on_separate_accelerators():
 
 
 @pytest.mark.parametrize(
+    "changed",
+    [
+        {"cluster": "h100:1", "output_p95": 800},
+        pytest.param({"generate_on": 1, "updates": 2}, marks=pytest.mark.prove),
+        pytest.param({"generate_on": 0}, marks=pytest.mark.prove),
+        pytest.param({}, marks=pytest.mark.prove),
+    ],
+)
+def test_the_options_of_a_change_plan_the_step_that_is_shown(changed: dict[str, object]):
+    remedies = json.loads(rl("--json", **changed).stdout)["remedies"]
+    assert remedies
+    for each in remedies:
+        if each["options"]:
+            again = rl("--json", *each["options"].split(), **changed)
+            assert again.exit_code == 0, again.output
+            assert json.loads(again.stdout)["best"][0]["step_s"] == pytest.approx(each["total_s"]), each
+
+
+def test_a_model_by_its_sizes_is_as_long_as_prompt_and_answer():
+    result = rl("--json", model="n_layers=4,d_model=512,n_heads=8,d_ffn=2048,vocab_size=32000", cluster="h100:1")
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
     ("changed", "sentence"),
     [
         ({"output_mean": 2000}, "--output-mean 2000: not below --output-max 1024; valid: 1 to 1023"),
@@ -52,7 +77,19 @@ def test_off_policy_generation_and_training_overlap_on_separate_accelerators():
             {"output_max": 1000000},
             "--input-len 128 + --output-max 1000000 = 1000128 tokens, and qwen3-0.6b is",
         ),
+        ({"output_max": 1, "output_mean": 1}, "not below --output-max 1; valid: an --output-max of 2 or more"),
+        ({"generate_on": -1}, "--generate-on -1: a number of accelerators is needed; valid: 0 to 1"),
+        (
+            {"cluster": "h100:1", "generate_on": 0, "off_policy": 1},
+            "needs accelerators for both, and the cluster has 1",
+        ),
         ({"generate_on": 2}, "--generate-on 2: 0 of 2 accelerators are left to train; valid: 0 to 1"),
+        ({"cluster": "h100:1", "off_policy": 1}, "--off-policy 1 needs accelerators for both"),
+        ({"off_policy": -1}, "--off-policy -1: valid: 0 to 64"),
+        ({"prompts": 40000}, "--prompts 40000 x --group 8 = 320,000 answers: at most 100,000"),
+        ({"prompts": 0}, "--prompts 0"),
+        ({"precision": "bf61"}, "--precision bf61: not one that is planned for"),
+        ({"model": "nothing"}, "model 'nothing' is not known"),
         ({"cluster": "h1000:8"}, "h1000"),
         ({"updates": 7}, "--updates 7 does not divide 64 answers"),
         ({"output_p95": 200}, "--output-p95 200: with a mean of 300"),
@@ -83,3 +120,23 @@ def test_published_steps_are_compared(tmp_path: Path):
     assert "generation" in result.output
     assert "skipped: an agent with tools" in result.output
     assert "other versions, not fitted to" in result.output
+
+
+def test_missing_options_are_named_at_once():
+    result = CliRunner().invoke(app, ["plan", "rl"], env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    for option in ("--model", "--cluster", "--input-len", "--output-mean", "--output-max", "--prompts", "--group"):
+        assert f"{option} is missing" in result.output, option
+
+
+def test_one_answer_is_a_step_and_counted_in_the_singular():
+    result = rl(prompts=1, group=1, input_len=1, generate_on=1)
+    assert result.exit_code == 0, result.output
+    assert "1 answer a step to prompts of 1 token, trained in 1 update" in result.output
+    assert "with 1 answer each" in result.output
+
+
+@pytest.mark.prove
+def test_it_needs_no_torch():
+    asked = [str(each) for name, value in ASKED.items() for each in (f"--{name}", value)]
+    runs_without({"torch"}, ("plan", "rl", *asked, "--generate-on", 0))

@@ -9,11 +9,17 @@ import pytest
 import torch
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
+from typer.testing import CliRunner
 
+from shardwright.cli.main import app
 from shardwright.config import parse
 from shardwright.cost import memory
+from shardwright.cost.blocks import blocks
 from shardwright.cost.flops import model_flops
 from shardwright.cost.job import Candidates
+from shardwright.cost.layer import layer
+from shardwright.cost.speed import ELEMENTWISE
+from shardwright.cost.stack import MEGATRON_CORE, SHARDWRIGHT_COMPILED
 from shardwright.layout.layout import Layout
 from shardwright.model.by_sizes import lora_of_text
 from shardwright.model.init import initialise
@@ -22,6 +28,7 @@ from shardwright.model.modules import layer_rows, rows
 from shardwright.model.presets import resolve
 from shardwright.model.transformer import Transformer
 from shardwright.planner.nearest import remedies
+from shardwright.planner.run_file import fp8_problems
 from shardwright.system.errors import ConfigError
 from tests.cost.jobs import job
 from tests.training.worlds import EVEN
@@ -87,6 +94,35 @@ def test_a_plan_that_does_not_fit_names_adapters():
     adapted = job(replace(resolve("llama-3.1-70b"), lora=LoraSpec(rank=16)), on="h100:1", seq_len=4096)
     [quantised] = [each for each in remedies(adapted, 0.1) if "lora.base" in each.what]
     assert quantised.job.model.lora == LoraSpec(rank=16, base="nf4")
+    in_fp8 = replace(adapted, precision="fp8", global_batch=1)
+    assert not [each for each in remedies(in_fp8, 0.1) if "lora.base" in each.what]
+
+
+def test_a_quantised_base_in_fp8_is_refused_for_our_software_alone():
+    asked = ["plan", "--model", "llama-3.1-8b", "--cluster", "h100:1", "--global-batch", "16", "--seq-len", "2048"]
+    narrow = [*asked, "--lora", "rank=16,base=nf4", "--precision", "fp8"]
+    result = CliRunner().invoke(app, narrow, env={"COLUMNS": "300"})
+    assert result.exit_code == 2, result.output
+    assert "precision.fp8='tensorwise' with lora.base='nf4': frozen matrices would be rounded" in result.output
+    quantised = replace(LLAMA, lora=LoraSpec(rank=16, base="nf4"))
+    assert fp8_problems(job(quantised, precision="fp8-row"))
+    assert fp8_problems(job(quantised, precision="fp8-block", stack=SHARDWRIGHT_COMPILED))
+    assert not fp8_problems(job(quantised, precision="fp8", stack=MEGATRON_CORE))
+    assert not fp8_problems(job(quantised))
+    assert not fp8_problems(job(LLAMA, precision="fp8"))
+
+
+def test_decoding_a_base_is_priced_in_every_format():
+    def elementwise_s(base: str, precision: str) -> float:
+        spec = replace(LLAMA, lora=LoraSpec(rank=16, base=base))  # type: ignore[arg-type]
+        passes = layer(
+            job(spec, precision=precision), Candidates.from_layout(Layout(), 1, "none"), next(iter(blocks(spec)))
+        )
+        return float(passes.forward[ELEMENTWISE].max())
+
+    decoding_s = elementwise_s("nf4", "bf16") - elementwise_s("compute", "bf16")
+    assert decoding_s > 0
+    assert elementwise_s("nf4", "fp8") - elementwise_s("compute", "fp8") == pytest.approx(decoding_s)
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def read_request(options: PlanOptions) -> PlanRequest:
     from shardwright.cost.machine import on_machine
     from shardwright.model.presets import resolve
     from shardwright.planner.choice import read
-    from shardwright.planner.run_file import untrained
+    from shardwright.planner.run_file import fp8_problems, untrained
     from shardwright.planner.space import read_fixed
 
     if options.write is not None and precision in PRECISIONS:
@@ -140,6 +140,8 @@ def read_request(options: PlanOptions) -> PlanRequest:
         from shardwright.planner.software import read_stack
 
         job = replace(job, stack=read_stack(options.stack, job))
+    if wrong := fp8_problems(job):
+        raise InputError(*(f"--precision {precision}: {problem}" for problem in wrong))
     machine = on_machine(job)
     if explains_file:
         explained = _choice_of_file(

@@ -22,7 +22,9 @@ class EvaluateRLOptions:
 
 @verb
 def plan_evaluate_rl(options: EvaluateRLOptions) -> None:
-    """Compare predictions of whole steps of GRPO with published ones, by row and by part.
+    """Compare predicted times of whole steps of GRPO with published ones, by row and by group of rows.
+
+    The parts of a predicted step are printed too. The published steps have no times of parts to compare them with.
 
     shardwright plan evaluate-rl --json
 

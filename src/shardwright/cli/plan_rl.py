@@ -40,7 +40,10 @@ class PlanRLOptions:
     ] = 0
     generate_on: Annotated[
         int | None,
-        typer.Option(metavar="N", help="accelerators that only generate; 0: all train too. If not given, searched"),
+        typer.Option(
+            metavar="N",
+            help="accelerators that only generate; 0: all train too. If not given, searched in up to 8 parts",
+        ),
     ] = None
     no_reference: Annotated[
         bool, typer.Option("--no-reference", help="no reference model scores the answers (no KL penalty)")
@@ -61,7 +64,8 @@ def plan_rl(options: PlanRLOptions) -> None:
     """Find the fastest way to run a step of GRPO: which accelerators generate, which train, and both layouts.
 
     A step generates answers of different lengths, scores them by the policy and a reference, trains the policy, and
-    sends its weights to the engine. All splits of the cluster are priced, on shared and on separate accelerators.
+    sends its weights to the engine. Priced are shared accelerators, and separate ones: up to 7 splits of the cluster in
+    equal parts, of whole nodes if it has several. --generate-on prices any other split.
 
     shardwright plan rl --model llama-3.1-8b --cluster h100:8 --prompts 64 --group 16 --input-len 256 --output-mean 1000
     --output-max 4096
@@ -73,7 +77,7 @@ def plan_rl(options: PlanRLOptions) -> None:
     from shardwright.rl.view import rl_document
     from shardwright.system.control_groups import usable_cores
 
-    with error_console.status("pricing every split"):
+    with error_console.status("pricing splits of the accelerators"):
         found = search(task, options.generate_on, usable_cores())
     show(rl_document(found, name), options.json, options.html)
     if not found.best:
@@ -96,7 +100,7 @@ def read_task(options: PlanRLOptions) -> "tuple[RLTask, str]":
 
     wrong = _wrong_numbers(options)
     spec = machine = None
-    name = options.model or ""
+    name, length = options.model or "", (options.input_len or 0) + (options.output_max or 0)
     engines = {each.name: each for each in ENGINES}
     if options.engine not in engines:
         wrong.append(
@@ -110,7 +114,7 @@ def read_task(options: PlanRLOptions) -> "tuple[RLTask, str]":
         if options.model is None:
             wrong.append("--model is missing; name a preset, such as llama-3.1-8b")
         else:
-            name, spec = find_model(options.model, options.input_len, named)
+            name, spec = find_model(options.model, length, named)
     except InputError as error:
         wrong += error.problems
     try:
@@ -127,7 +131,6 @@ def read_task(options: PlanRLOptions) -> "tuple[RLTask, str]":
         if options.generation_precision not in known:
             wrong.append(f"--generation-precision {options.generation_precision}: valid here: {', '.join(known)}")
         wrong += _wrong_split(options, machine.size)
-    length = (options.input_len or 0) + (options.output_max or 0)
     if spec is not None and length > spec.max_seq_len:
         wrong.append(
             f"--input-len {options.input_len} + --output-max {options.output_max} = {length} tokens, and {name} is "
@@ -174,8 +177,9 @@ def _wrong_numbers(options: PlanRLOptions) -> list[str]:
     }  # fmt: skip
     wrong = wrong_sizes(sizes, needed=("--prompts", "--group", "--input-len", "--output-mean", "--output-max"))
     mean, most = options.output_mean, options.output_max
-    if mean is not None and most is not None and mean >= most:
-        wrong.append(f"--output-mean {mean}: not below --output-max {most}; valid: 1 to {most - 1}")
+    if mean is not None and most is not None and mean >= most > 0:
+        valid = f"valid: 1 to {most - 1}" if most > 1 else "valid: an --output-max of 2 or more"
+        wrong.append(f"--output-mean {mean}: not below --output-max {most}; {valid}")
     n = (options.prompts or 0) * (options.group or 0)
     if n > MOST_ANSWERS:
         wrong.append(f"--prompts {options.prompts} x --group {options.group} = {n:,} answers: at most {MOST_ANSWERS:,}")
@@ -197,8 +201,11 @@ def _wrong_split(options: PlanRLOptions, size: int) -> list[str]:
         one = options.off_policy and size == 1
         return [f"--off-policy {options.off_policy} needs accelerators for both, and the cluster has 1"] if one else []
     if not 0 <= number < size:
-        left = min(max(size - number, 0), size)
-        return [f"--generate-on {number}: {left} of {size} accelerators are left to train; valid: 0 to {size - 1}"]
+        why = "a number of accelerators is needed" if number < 0 else f"0 of {size} accelerators are left to train"
+        valid = f"0 to {size - 1}" if size > 1 else "0"
+        return [f"--generate-on {number}: {why}; valid: {valid}"]
+    if number == 0 and options.off_policy and size == 1:
+        return [f"--off-policy {options.off_policy} needs accelerators for both, and the cluster has 1"]
     if number == 0 and options.off_policy:
         return [f"--generate-on 0 with --off-policy {options.off_policy}: valid: 1 to {size - 1}, or --off-policy 0"]
     return []

@@ -202,7 +202,7 @@ def _multiply(passes: Passes, job: Job, candidates: Candidates, matmuls: Iterabl
             f = Formulas("s", cast_bytes=cast_bytes, elements=elements, element_rate=reached_bytes_per_s(job))
             moved.append(f(f"{CASTS}, {name}", f.cast_bytes * f.elements / f.element_rate, "cost/formats.py"))
         passes.add(ELEMENTWISE, *moved)
-    elif quantised := [each for each in those if each.stored]:
+    if quantised := [each for each in those if each.stored]:
         moved = []
         for name in "FI":
             elements = sum(DECODED_BYTES[each.stored] * each.batch * each.k * each.n for each in quantised)

@@ -9,6 +9,7 @@ from shardwright.cost.job import Job
 from shardwright.cost.stack import SHARDWRIGHT, SHARDWRIGHT_COMPILED
 from shardwright.model.lora_sizes import LoraSpec
 from shardwright.model.spec import ModelSpec
+from shardwright.planner.run_file import fp8_problems
 from shardwright.planner.search import fits, least_host_bytes, limit_bytes
 from shardwright.planner.space import OFFLOADS, OPTION, FixedChoices
 from shardwright.system.errors import LayoutError
@@ -149,7 +150,9 @@ def _adapters(job: Job) -> Iterator[PlanRemedy]:
     own = job.stack.name in (SHARDWRIGHT.name, SHARDWRIGHT_COMPILED.name)
     if own and job.model.lora is not None and job.model.lora.base == "compute":
         model = replace(job.model, lora=replace(job.model.lora, base="nf4"))
-        yield PlanRemedy("the frozen matrices in 4 bits (QLoRA): lora.base='nf4'", replace(job, model=model))
+        narrow = replace(job, model=model)
+        if not fp8_problems(narrow):
+            yield PlanRemedy("the frozen matrices in 4 bits (QLoRA): lora.base='nf4'", narrow)
     for targets in (LoraSpec(rank=RANK).targets, ("attention",)):  # a mixture of experts has no matrices of networks
         model = replace(job.model, lora=LoraSpec(rank=RANK, targets=targets))
         if own and job.model.lora is None and not model.lora_problems():

@@ -64,7 +64,9 @@ def choice_column(
     return _column(help, rule, lambda cell: cell in words or re.fullmatch(form[1], cell), str, empty, needed, optional)
 
 
-def decimal_column(help: str, low: float, high: float, *, empty: float | None = None, optional: bool = False) -> Any:
+def decimal_column(
+    help: str, low: float, high: float, needed: str = "", *, empty: float | None = None, optional: bool = False
+) -> Any:
     """Return a column of decimals from `low` to `high`."""
     bounds = " to ".join(f"{Decimal(str(end)):f}" for end in (low, high))
     form = r"[0-9]{1,15}(\.[0-9]{1,20})?"
@@ -74,7 +76,7 @@ def decimal_column(help: str, low: float, high: float, *, empty: float | None = 
         lambda cell: re.fullmatch(form, cell) and low <= float(cell) <= high,
         float,
         empty,
-        "",
+        needed,
         optional,
     )
 
@@ -97,11 +99,9 @@ def flag_column(help: str, needed: str = "", empty: bool | None = None, *, optio
     return _column(help, "0, 1", ("0", "1").__contains__, "1".__eq__, empty, needed, optional)
 
 
-def accelerator_column(help: str) -> Any:
-    """Return a column of accelerators."""
-    return _column(
-        help, "a name of hardware.toml; rows with other names are skipped", len, _listed_name, None, "usable"
-    )
+def accelerator_column(help: str, others: str = "; rows with other names are skipped") -> Any:
+    """Return a column of accelerators. `others`: the rule for names that are not listed."""
+    return _column(help, f"a name of hardware.toml{others}", len, _listed_name, None, "usable")
 
 
 def _listed_name(cell: str) -> str:

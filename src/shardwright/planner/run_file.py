@@ -5,11 +5,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from shardwright.cost.formats import TRAINED
 from shardwright.cost.job import Job
+from shardwright.cost.stack import SHARDWRIGHT, SHARDWRIGHT_COMPILED
 from shardwright.hugging_face.files import is_folder_of_transformers, read_folder
+from shardwright.layout.layout import Layout
+from shardwright.model.number_formats import Fp8, Fp8Recipe, replica_problems
 from shardwright.model.presets import PRESETS
 from shardwright.planner.choice import Choice
 from shardwright.planner.whole_run import PlannedStage, micro_batch_of
@@ -48,6 +51,15 @@ def untrained(precision: str) -> list[str]:
     return [f"--write with --precision {precision}: train computes in {' or '.join(TRAINED)}; choose one of them"]
 
 
+def fp8_problems(job: Job) -> list[str]:
+    """Return why Shardwright's own software cannot compute the job in fp8 in any layout."""
+    recipe = TRAINED.get(job.precision, {}).get("fp8")
+    if recipe is None or job.stack.name not in (SHARDWRIGHT.name, SHARDWRIGHT_COMPILED.name):
+        return []
+    fp8 = Fp8(cast(Fp8Recipe, recipe), weight_gradient=False)
+    return [*replica_problems(job.model, Layout(), fp8)]
+
+
 def batch_keys(job: Job, choice: Choice, stages: Sequence[PlannedStage] = ()) -> dict[str, Any]:
     """Return the section [batch] of the job, or of the stages of a run."""
     if not stages:
@@ -79,7 +91,7 @@ def run_file(
     layout, for the first line. `budget_tokens`: the tokens of the whole run. `batch`: its section, if not of the
     job, and `steps`: the steps of these tokens with its stages. Raises InputError for a job that `train` cannot run.
     """
-    if wrong := untrained(job.precision):
+    if wrong := untrained(job.precision) + fp8_problems(job):
         raise InputError(*wrong)
     layout = choice.settings()
     layout.pop("micro_batch")

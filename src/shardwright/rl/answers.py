@@ -67,6 +67,21 @@ class AnswerLengths:
             low, high = (low, middle) if mean > self.mean else (middle, high)
         return (low + high) / 2
 
+    def without_tail(self, n: int) -> "AnswerLengths | None":
+        """Return the distribution if answers above the 95th percentile are cut, with a mean in whole tokens, as options
+        of `plan rl` give it; None if they are cut already. `n`: answers from which the mean is taken."""
+        tail = round(self.percentile(TAIL))
+        maximum = tail + 1  # --output-p95 has to stay below it
+        mean = round(float(np.minimum(self.lengths(n), maximum).mean()))
+        if not 1 <= mean < tail or maximum >= self.maximum:
+            return None
+        if self.spread == SPREAD:
+            return AnswerLengths(mean, maximum)
+        try:
+            return AnswerLengths.with_tail(mean, tail, maximum)
+        except InputError:  # the rounded mean is too small for the widest distribution
+            return None
+
     def lengths(self, n: int, seed: int = 0) -> list[int]:
         """Return the lengths of n answers in a random order: the quantiles at (i + 1/2) / n, each at least 1."""
         found = np.minimum(np.exp(self._location() + self.spread * _normal(n)), self.maximum)

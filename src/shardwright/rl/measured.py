@@ -30,10 +30,12 @@ from shardwright.planner.software import read_stack
 from shardwright.rl.answers import AnswerLengths
 from shardwright.rl.step import RATES, RLRates, RLStep, RLTask, generation_pool, training_pool
 from shardwright.serving.engines import engine_of
+from shardwright.serving.formats import weights_on
 from shardwright.serving.models import named
 from shardwright.serving.rates import fitted
 from shardwright.serving.search import ServingLayout
 from shardwright.serving.setting import Degrees, Serving
+from shardwright.split.rules import tp_divides
 from shardwright.system.errors import InputError
 
 PUBLISHED = Path(__file__).with_name("published") / "steps.csv"
@@ -48,17 +50,19 @@ class PublishedStep:
 
     id: str = text_column("stable name of the row, which no other row has", "always")
     version: str = text_column("of the software", "always")
-    date: str = text_column("of the page, YYYY-MM-DD", "always")
+    date: str = choice_column(
+        "of the page", needed="always", form=("YYYY-MM-DD", "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])")
+    )
     ref: str = text_column("file and commit of the page", "always")
     recipe: str = text_column("name of the recipe with the columns that the page does not have", "usable")
     algorithm: str = choice_column("as published", "grpo", "dapo", "swe", needed="always")
     model: str = text_column("a name of plan serve", "always")
-    accelerator: str = accelerator_column("kind of accelerator")
+    accelerator: str = accelerator_column("kind of accelerator", others="")
     precision: str = choice_column("of training and generation", "bf16", "fp8", needed="always")
     accelerators: int = whole_column("of the whole run", 100_000, "always")
     off_policy_steps: int = whole_column("0: on policy", 1000, "always", low=0)
     max_seq_len: int = whole_column("most tokens of prompt and answer", 10_000_000, "always")
-    mean_output_len: float = decimal_column("mean tokens of an answer", 1, 10**7)
+    mean_output_len: float = decimal_column("mean tokens of an answer", 1, 10**7, "usable")
     answers: int = whole_column("of a step", 10**6, "always")
     answers_per_update: int = whole_column("of an optimizer step", 10**6, "always")
     generation_tp: int = whole_column("tp of an instance", 1000, "always")
@@ -67,10 +71,10 @@ class PublishedStep:
     cp: int = whole_column("cp of training", 1000, "always")
     ep: int = whole_column("ep of training", 1000, "always")
     pp: int = whole_column("pp of training", 1000, "always")
-    tokens_per_s_per_accelerator: float = decimal_column("tokens of prompts and answers", 1e-3, 10**6)
-    step_time_s: float = decimal_column("seconds of the step", 1e-3, 10**6)
+    tokens_per_s_per_accelerator: float = decimal_column("tokens of prompts and answers", 1e-3, 10**6, "usable")
+    step_time_s: float = decimal_column("seconds of the step", 1e-3, 10**6, "usable")
     generation_accelerators: int | None = whole_column("that only generate. Empty: all train too", 100_000)
-    generation_memory_share: float = decimal_column("share of the memory for the engine", 0.01, 1)
+    generation_memory_share: float = decimal_column("share of the memory for the engine", 0.01, 1, "usable")
     ep_of_recipe: int | None = whole_column("ep of the recipe, if the page has another", 1000)
     first_layers: int | None = whole_column("layers of the first stage. Empty: as many as others", 1000)
     last_layers: int | None = whole_column("layers of the last stage", 1000)
@@ -97,16 +101,67 @@ def _needed(row: PublishedStep, _: Mapping[str, str]) -> dict[str, bool]:
 def _contradictions(row: PublishedStep) -> Iterator[str]:
     if row.why_not:
         return
-    ranks = row.tp * row.cp * row.pp
-    if row.training_accelerators < 1 or row.training_accelerators % ranks:
-        yield f"tp x cp x pp = {ranks} does not divide {row.training_accelerators} accelerators that train"
+    ranks, only = row.tp * row.cp * row.pp, row.generation_accelerators
+    trains, ep = row.training_accelerators, row.ep_of_recipe or row.ep
+    if trains < 1 or trains % ranks:
+        yield f"tp x cp x pp = {ranks} does not divide {trains} accelerators that train"
+    elif trains // row.pp % ep:
+        yield f"ep={ep} does not divide the {trains // row.pp} accelerators of a stage"
+    instance = row.generation_tp * row.generation_pp
+    if (only or row.accelerators) % instance:
+        yield (
+            f"generation_tp x generation_pp = {instance} does not divide {only or row.accelerators} accelerators that "
+            f"generate"
+        )
+    if row.off_policy_steps and only is None:
+        yield (
+            f"off_policy_steps={row.off_policy_steps} without generation_accelerators; valid: off_policy_steps=0, or "
+            f"accelerators that only generate"
+        )
     if row.answers % row.answers_per_update:
         yield f"answers_per_update={row.answers_per_update} does not divide answers={row.answers}"
     if row.mean_output_len + row.prompt_len >= row.max_seq_len:
         yield f"mean_output_len={row.mean_output_len:g} and prompts do not fit in max_seq_len={row.max_seq_len}"
+    try:
+        model = named(row.model)[1]
+        yield from _wrong_stages(row, model.n_layers)
+        for name in ("tp", "generation_tp"):
+            if not tp_divides(model, tp := getattr(row, name)):
+                yield f"{name}={tp}: the matrices of {row.model} cannot be partitioned into {tp} equal parts"
+        if row.generation_pp > model.n_layers:
+            yield f"generation_pp={row.generation_pp} is more than the {model.n_layers} layers of {row.model}"
+        if ep > 1 and (model.moe is None or model.moe.n_experts % ep):
+            n = 0 if model.moe is None else model.moe.n_experts
+            yield (
+                f"ep={ep} does not divide the {n} experts of {row.model}" if n else f"ep={ep} without experts; valid: 1"
+            )
+        chip = cluster(f"{row.accelerator}:{row.accelerators}").accelerator
+        known = [each for each in weights_on(chip) if each in ("bf16", "fp8") and each in chip.flops_per_s]
+        if row.precision not in known:
+            yield f"precision={row.precision} on {row.accelerator}; valid there: {', '.join(known)}"
+    except InputError as error:
+        yield from error.problems
 
 
-STEPS = TableKind(PublishedStep, _needed, _contradictions, "docs/plan-rl.md")
+def _wrong_stages(row: PublishedStep, n_layers: int) -> Iterator[str]:
+    """Yield why the layers of a model cannot be divided into the stages of a row."""
+    first, last, between = row.first_layers, row.last_layers, row.pp - 2
+    if first is None and last is None:
+        if row.pp > n_layers:
+            yield f"pp={row.pp} is more than the {n_layers} layers of {row.model}"
+        return
+    if first is None or last is None:
+        yield f"first_layers={first or ''} with last_layers={last or ''}; valid: both, or none"
+    elif between < 1:
+        yield f"first_layers and last_layers with pp={row.pp}; valid: pp of 3 or more, or both empty"
+    elif (rest := n_layers - first - last) < between or rest % between:
+        yield (
+            f"first_layers={first} and last_layers={last} leave {rest} of {n_layers} layers, and pp={row.pp} has "
+            f"{between} stages between; valid: a positive multiple of {between}"
+        )
+
+
+STEPS = TableKind(PublishedStep, _needed, _contradictions, "docs/plan-rl.md#columns-of-a-table")
 
 
 @dataclass(frozen=True)
@@ -163,10 +218,19 @@ def _mean_absolute(rows: list[PredictedStep]) -> float:
 
 
 def evaluate(path: Path = PUBLISHED, rates: RLRates = RATES) -> RLEvaluation:
-    """Predict every row of a table. Raises InputError with every cell that is not valid, as `planner.runs`."""
+    """Predict every row of a table. Raises InputError with every cell that is not valid, as `planner.runs`, or with
+    every row that no prediction can be made for."""
     rows = [row for _, row in read_table(path, STEPS)]
-    predicted = tuple(PredictedStep(row, predict(row, rates)) for row in rows if not row.why_not)
-    return RLEvaluation(path, predicted, tuple(row for row in rows if row.why_not))
+    predicted: list[PredictedStep] = []
+    problems: list[str] = []
+    for row in rows:
+        try:
+            predicted += [] if row.why_not else [PredictedStep(row, predict(row, rates))]
+        except InputError as error:
+            problems += [f"{path}, {problem}" for problem in error.problems]
+    if problems:
+        raise InputError(*problems)
+    return RLEvaluation(path, tuple(predicted), tuple(row for row in rows if row.why_not))
 
 
 def predict(row: PublishedStep, rates: RLRates = RATES) -> RLStep:

@@ -4,18 +4,18 @@ Each part of the cluster is planned for training by `planner.search`. Layouts of
 and the most promising ones are simulated. A step is priced for each pair of the fastest of both.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import ceil, inf
 
 import numpy as np
 
+from shardwright.cost.job import Job
 from shardwright.planner.choice import Choice, PricedLayout
 from shardwright.planner.search import MARGIN
 from shardwright.planner.search import search as search_training
-from shardwright.rl.answers import TAIL
 from shardwright.rl.step import (
-    GENERATION,
     GenerationPool,
     RLStep,
     RLTask,
@@ -29,22 +29,25 @@ from shardwright.serving.memory import largest_batch
 from shardwright.serving.search import layouts
 from shardwright.serving.setting import Settings
 from shardwright.system.errors import LayoutError
-from shardwright.system.units import round_up
+from shardwright.system.units import counted, round_up
 
 SIMULATED = 6
 """Layouts of generation that are simulated for each number of accelerators."""
 TRAINED = 4
 """Layouts of training that are paired with them."""
 SPLITS = 8
-"""Most parts into which a cluster is divided; a split gives some of them to generation."""
+"""Most parts into which a cluster is divided, each of whole nodes if it has several; a split gives some of them to
+generation."""
 WORTH = 0.02
 """Least share of the step that a change has to save."""
 
 
 @dataclass(frozen=True)
 class RLRemedy:
-    """A change with the step that it gives."""
+    """A change with the step that it gives. `options`: options of `plan rl` that, added to the given ones, plan this
+    step; empty if there are none. `what`: the change in words."""
 
+    options: str
     what: str
     total_s: float
 
@@ -67,22 +70,33 @@ def splits(task: RLTask) -> list[int]:
     return ([] if task.off_policy_steps else [0]) + [*range(step, size, step)]
 
 
+def split_text(generating: int, training: int) -> str:
+    """Return who generates and who trains; `generating`: accelerators that only generate."""
+    if generating:
+        return f"{generating:,} generate, {training:,} train"
+    return f"{counted(training, 'accelerator')} generate{'s' * (training == 1)} and train{'s' * (training == 1)}"
+
+
 def search(task: RLTask, generate_on: int | None = None, processes: int = 1, remedied: bool = True) -> RLPlan:
     """Return the fastest step of each split. `generate_on`: only this split. `remedied`: also try changes."""
     unfit: dict[str, str] = {}
     best: list[RLStep] = []
     for number in splits(task) if generate_on is None else [generate_on]:
-        name = f"{number} generate, {task.cluster.size - number} train" if number else "all generate and train"
-        generation = _generation(task, number or task.cluster.size, separate=number > 0)
-        training = _training(task, task.cluster.size - number, processes)
+        size = task.cluster.size - number
+        generation = _generation(task, number or size, separate=number > 0)
+        try:
+            training = _training(task, size, processes)
+            why = "generation does not fit" if not generation else "training does not fit"
+        except LayoutError as error:
+            training, why = [], f"training is not possible: {'; '.join(error.problems)}"
         if generation and training:
             steps = (RLStep(task, each, other, number > 0) for each in generation for other in training)
             best.append(min(steps, key=lambda step: step.total_s))
         else:
-            unfit[name] = "generation does not fit" if not generation else "training does not fit"
+            unfit[split_text(number, size)] = why
     best.sort(key=lambda step: step.total_s)
-    remedies = sorted(_remedies(task, best[0], processes), key=lambda each: each.total_s) if best and remedied else []
-    return RLPlan(task, best, unfit, remedies)
+    remedies = [*_remedies(task, best[0], generate_on, processes)] if best and remedied else []
+    return RLPlan(task, best, unfit, sorted(remedies, key=lambda each: each.total_s))
 
 
 def _generation(task: RLTask, size: int, separate: bool) -> list[GenerationPool]:
@@ -101,14 +115,17 @@ def _generation(task: RLTask, size: int, separate: bool) -> list[GenerationPool]
 
 
 def _training(task: RLTask, size: int, processes: int) -> list[TrainingPool]:
-    """Return the pools of the fastest layouts on `size` accelerators, the fastest first."""
+    """Return the pools of the fastest layouts on `size` accelerators, the fastest first. Raises LayoutError."""
     unit = size if task.sequences >= size else 2 ** (task.sequences.bit_length() - 1)
-    try:
-        found = search_training(task.training_job(size, unit), memory_margin=MARGIN, top=TRAINED, processes=processes)
-    except LayoutError:
-        return []
-    pools = [_pool(task, size, each.choice) for each in found.best]
+    pools = [_pool(task, size, each) for each in _choices(task.training_job(size, unit), processes)]
     return sorted(pools, key=lambda each: each.update_s + each.score_s)
+
+
+@lru_cache(maxsize=2 * SPLITS)
+def _choices(job: Job, processes: int) -> list[Choice]:
+    """Return the fastest layouts of a job of training. Most changes of a task change nothing of it."""
+    found = search_training(job, memory_margin=MARGIN, top=TRAINED, processes=processes)
+    return [each.choice for each in found.best]
 
 
 def _pool(task: RLTask, size: int, choice: Choice) -> TrainingPool:
@@ -117,44 +134,33 @@ def _pool(task: RLTask, size: int, choice: Choice) -> TrainingPool:
     return training_pool(task, str(choice), PricedLayout.from_choice(job, choice))
 
 
-def _remedies(task: RLTask, step: RLStep, processes: int) -> Iterator[RLRemedy]:
-    """Yield changes that save a share of the step, each with its price."""
-    for what, changed in _changes(task, step):
-        if task.off_policy_steps != changed.off_policy_steps:
-            steps: Sequence[RLStep] = search(changed, processes=processes, remedied=False).best
-        else:
-            steps = [each] if (each := repriced(changed, step)) is not None else []
-        if steps and steps[0].total_s < (1 - WORTH) * step.total_s:
-            yield RLRemedy(what, steps[0].total_s)
+def _remedies(task: RLTask, step: RLStep, generate_on: int | None, processes: int) -> Iterator[RLRemedy]:
+    """Yield changes that save a share of the step, each with the step that is planned with its options."""
+    for options, what, changed in _changes(task):
+        split = generate_on
+        if changed.off_policy_steps and generate_on == 0:
+            split = None
+        best = search(changed, split, processes, remedied=False).best
+        if best and best[0].total_s < (1 - WORTH) * step.total_s:
+            place = f" --generate-on {best[0].generation.size}" if split != generate_on else ""
+            yield RLRemedy(options + place, what, best[0].total_s)
     saved = step.transfer.seconds - step.transfer.own_s
     if saved > WORTH * step.total_s:
-        yield RLRemedy("send each rank its own part of the weights alone", step.total_s - saved)
+        yield RLRemedy("", "send each rank its own part of the weights alone", step.total_s - saved)
 
 
-def _changes(task: RLTask, step: RLStep) -> Iterator[tuple[str, RLTask]]:
+def _changes(task: RLTask) -> Iterator[tuple[str, str, RLTask]]:
+    """Yield options, the change in words, and the changed task."""
     if not task.off_policy_steps:
-        yield "--off-policy 1, on separate accelerators", replace(task, off_policy_steps=1)
+        yield "--off-policy 1", "on separate accelerators", replace(task, off_policy_steps=1)
     if task.reference:
-        yield "--no-reference: no KL penalty", replace(task, reference=False)
-    shorter = round(task.answers.percentile(TAIL))
-    if task.answers.mean < shorter < task.answers.maximum:
-        answers = replace(task.answers, mean=_cut_mean(task, shorter), maximum=shorter)
-        yield f"--output-max {shorter}, which cuts 5 of 100 answers", replace(task, answers=answers)
+        yield "--no-reference", "no KL penalty", replace(task, reference=False)
+    if (shorter := task.answers.without_tail(task.n_answers)) is not None:
+        options = f"--output-max {shorter.maximum} --output-mean {shorter.mean:.0f}"
+        job = replace(task.job, seq_len=task.prompt_len + shorter.maximum)
+        yield options, "5 of 100 answers are cut", replace(task, job=job, answers=shorter)
     if "fp8" in task.cluster.accelerator.flops_per_s and task.serving.precision == "bf16":
-        yield "--generation-precision fp8", replace(task, serving=replace(task.serving, precision="fp8"))
-    if step.parts_s[GENERATION] and task.n_updates > 1:
-        yield "--updates 1: one optimizer step", replace(task, n_updates=1)
-
-
-def _cut_mean(task: RLTask, maximum: int) -> float:
-    return float(np.minimum(task.answers.lengths(task.n_answers), maximum).mean())
-
-
-def repriced(task: RLTask, step: RLStep) -> RLStep | None:
-    """Return the step of another task on the same layouts; None if it does not fit."""
-    share = task.engine.memory_share if step.separate else min(task.engine.memory_share, task.colocated_share)
-    generation = generation_pool(task, step.generation.layout, share)
-    priced = step.training.estimate
-    if generation is None or not isinstance(priced, PricedLayout):
-        return None
-    return RLStep(task, generation, _pool(task, step.training.size, priced.choice), step.separate)
+        serving = replace(task.serving, precision="fp8")
+        yield "--generation-precision fp8", "weights in 8 bits", replace(task, serving=serving)
+    if task.n_updates > 1:
+        yield "--updates 1", "one optimizer step", replace(task, n_updates=1)

@@ -57,7 +57,7 @@ class RLRates:
     answer_s: float
 
 
-RATES = RLRates(1.23, 1.35, 0.78, 6.3e9, 4.7, 0.0052)
+RATES = RLRates(1.23, 1.35, 0.789, 6.18e9, 4.75, 0.00524)
 """Fitted by `benchmarks/fit_rl.py` to the ten published steps of NeMo-RL 0.4."""
 
 
@@ -111,13 +111,13 @@ def part(cluster: Cluster, size: int) -> Cluster:
 @dataclass(frozen=True)
 class GenerationPool:
     """Instances that generate. `seconds`: for the answers of a step. `tail_s`: the part of them in which at most a
-    tenth of the answers are not complete. `batch`: answers of an instance at a time; `room`: answers of mean length for
-    which its cache has room; `weight_bytes`: of a rank."""
+    tenth of the answers are not complete. `answers`: of an instance in a step; `room`: answers of mean length for which
+    its cache has room; `weight_bytes`: of a rank."""
 
     layout: ServingLayout
     seconds: float
     tail_s: float
-    batch: int
+    answers: int
     room: float
     weight_bytes: float
 

@@ -3,7 +3,7 @@
 A trainer gathers each matrix whole on every rank, since the layouts differ, and an instance takes its part of it (the
 refit of NeMo-RL, the resharding of HybridFlow, arXiv 2409.19256). With separate accelerators the gathered matrices are
 broadcast to the instances while the next ones are gathered. In bytes of one rank, with P of the whole model in 16 bits,
-n of the matrices that the ranks of its node have, and o of its own:
+n of the matrices that the ranks of its node have, and o of its own, also in 16 bits:
 
     between nodes P - n      inside the node n - o      broadcast P
 
@@ -16,6 +16,7 @@ from shardwright.cost.hardware import Cluster
 from shardwright.cost.step import Estimate
 
 WEIGHT_BYTES = 2
+"""Bytes of a parameter that is sent; a trainer in fp32 casts its weights before it sends them."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ def weight_transfer(
     """Return the transfer of one step. `trained_bytes`, `generated_bytes`: weights of a rank in training and in
     generation; `link_share`: share of the bandwidth that is reached."""
     pool, pp = trained.job.cluster, trained.candidates.pp
+    trained_bytes = trained_bytes * WEIGHT_BYTES / trained.job.element_bytes
     whole = float(WEIGHT_BYTES * trained.job.model.n_parameters)
     stages = max(1, pool.node_size * pp // pool.size)  # ranks are numbered stage by stage
     in_node = whole if pool.nodes == 1 else min(whole * stages / pp, trained_bytes * pool.node_size)

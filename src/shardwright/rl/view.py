@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from shardwright.rl.search import RLPlan
+from shardwright.rl.search import RLPlan, split_text
 from shardwright.rl.step import GENERATION, RLStep, RLTask
 from shardwright.system.units import counted, format_bytes, format_count, format_seconds
 from shardwright.view.document import SECONDS, Column, Fact, Facts, Note, Part, Quantity, Section, Table, VerbDocument
@@ -24,32 +24,31 @@ def rl_document(plan: RLPlan, name: str) -> VerbDocument:
 
 def _task_notes(task: RLTask, name: str) -> Iterator[Note]:
     answers = task.answers
+    n_answers, tokens = counted(task.n_answers, "answer"), counted(task.prompt_len, "token")
     yield Note(
-        f"{name}, {format_count(task.job.model.n_parameters)} parameters, on {task.cluster.name}: {task.n_answers:,} "
-        f"answers a step to prompts of {task.prompt_len:,} tokens, trained in {counted(task.n_updates, 'update')}"
+        f"{name}, {format_count(task.job.model.n_parameters)} parameters, on {task.cluster.name}: {n_answers} a step "
+        f"to prompts of {tokens}, trained in {counted(task.n_updates, 'update')}"
     )
     yield Note(
         f"answers of {answers.mean:,.0f} tokens on average, {answers.percentile(0.95):,.0f} for 95 of 100, at most "
-        f"{answers.maximum:,}, which {answers.cut_share:.1%} reach; packed into {task.sequences:,} sequences of "
-        f"{task.job.seq_len:,} an update"
+        f"{answers.maximum:,}, which {answers.cut_share:.1%} reach; packed into "
+        f"{counted(task.sequences, 'sequence')} of {task.job.seq_len:,} an update"
     )
 
 
-def split_text(step: RLStep) -> str:
-    """Return who generates and who trains."""
-    both = f"{step.generation.size} accelerators generate and train"
-    return f"{step.generation.size} generate, {step.training.size} train" if step.separate else both
+def _split(step: RLStep) -> str:
+    return split_text(step.generation.size * step.separate, step.training.size)
 
 
 def _best(plan: RLPlan, best: RLStep) -> Iterator[Part]:
     transfer, task = best.transfer, plan.task
-    yield Section(f"fastest: {split_text(best)}")
+    yield Section(f"fastest: {_split(best)}")
     moved = (
         f"{format_bytes(transfer.between_nodes_bytes)} between nodes and {format_bytes(transfer.inside_bytes)} inside"
     )
     sent = f", {format_bytes(transfer.broadcast_bytes)} on to each rank that generates" * best.separate
     pool, peak = best.generation, format_bytes(best.training.estimate.peak_bytes)
-    room = f"with {pool.batch:,} answers each; the cache has room for {pool.room:,.0f}"
+    room = f"with {counted(pool.answers, 'answer')} each; the cache has room for {pool.room:,.0f}"
     received = f"in which a rank that trains receives {moved}{sent}"
     yield Facts([
         Fact("step", format_seconds(best.total_s), f"{best.tokens_per_s:,.0f} tokens/s of each accelerator"),
@@ -66,7 +65,10 @@ def _best(plan: RLPlan, best: RLStep) -> Iterator[Part]:
     yield Note(bound(best), "bound")
     if plan.remedies:
         yield Section("What would help")
-        each = [(remedy.what, remedy.total_s, remedy.total_s / best.total_s - 1) for remedy in plan.remedies]
+        each = [
+            (": ".join(filter(None, (remedy.options, remedy.what))), remedy.total_s, remedy.total_s / best.total_s - 1)
+            for remedy in plan.remedies
+        ]
         yield Table((Column("change"), Column("step", SECONDS), Column("difference", Quantity("{:+.0%}".format))), each)
     if not task.off_policy_steps and best.separate:
         yield Note("on policy, each half of the accelerators waits while the other works")
@@ -86,7 +88,7 @@ def bound(step: RLStep) -> str:
 def _others(plan: RLPlan) -> Iterator[Part]:
     yield Section("Splits of the accelerators, each with its fastest layouts")
     columns = Column("split"), Column("step", SECONDS), Column("generation"), Column("training")
-    rows = [(split_text(each), each.total_s, each.generation.layout, each.training.text) for each in plan.best]
+    rows = [(_split(each), each.total_s, each.generation.layout, each.training.text) for each in plan.best]
     yield Table(columns, rows)
 
 
