@@ -1,12 +1,14 @@
 """Proves that tokens at a URL are those of the folder, that a mirror on the local disk keeps its bound, that damage is
 fetched again or named, and that a hostile manifest writes nowhere else."""
 
+import errno
 import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import fsspec
@@ -14,14 +16,15 @@ import numpy as np
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
+from shardwright.config import parse
 from shardwright.config.sections import TokenCache
 from shardwright.data import blocks, mirror
 from shardwright.data.mirror import occupied_bytes
 from shardwright.data.prepare import prepare
 from shardwright.data.samples import PackedSamples, fetch_samples
 from shardwright.data.shards import TokenSplit, data_folder, open_split
-from shardwright.system.errors import DataError
-from shardwright.system.units import KiB
+from shardwright.system.errors import ConfigError, DataError
+from shardwright.system.units import GiB, KiB
 from tests.data.conftest import as_version_1
 
 
@@ -126,9 +129,7 @@ def test_samples_are_fetched_at_once_and_then_read_locally(stored: Path, cache: 
 
 
 def expect_the_bound(stored: Path, cache: TokenCache) -> None:
-    opened(stored, cache).tokens(0, 1)
-    small = occupied_bytes(next(Path(str(cache.folder)).iterdir()))
-    limit = small + 64 * KiB
+    limit = 64 * KiB
     here, there = open_split(stored, "train"), opened(stored, cache._replace(n_bytes=limit))
     most = 0
     for _ in range(2):  # in the second epoch the blocks of the first were evicted
@@ -171,6 +172,39 @@ def test_what_is_damaged_at_the_url_is_named(stored: Path, cache: TokenCache, tm
         read(0, split.n_tokens)
 
 
+def test_a_file_of_the_mirror_that_was_cut_short_is_copied_again(stored: Path, cache: TokenCache):
+    folder = opened(stored, cache).folder
+    (folder / "train-00000.idx").write_bytes(b"")
+    assert (opened(stored, cache).document_lengths() == open_split(stored, "train").document_lengths()).all()
+
+
+def test_a_disk_without_room_is_no_reason_to_end(stored: Path, cache: TokenCache, monkeypatch: pytest.MonkeyPatch):
+    split, here = opened(stored, cache), open_split(stored, "train")
+
+    def no_room(*_: object) -> int:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "pwrite", no_room)
+    assert (split.tokens(0, split.n_tokens) == here.tokens(0, here.n_tokens)).all()
+
+
+def test_a_file_system_without_holes_is_refused_at_the_start(
+    stored: Path, cache: TokenCache, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(mirror.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(fallocate64=WithoutHoles()))
+    opened(stored, cache)  # all tokens fit
+    with pytest.raises(DataError, match=r"cannot delete a part of a file.*set data\.cache to another folder"):
+        opened(stored, cache._replace(n_bytes=64 * KiB))
+
+
+class WithoutHoles:
+    argtypes: tuple[type, ...] = ()
+
+    def __call__(self, *_: object) -> int:
+        mirror.ctypes.set_errno(errno.EOPNOTSUPP)
+        return -1
+
+
 def test_requests_that_fail_are_repeated(stored: Path, cache: TokenCache, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(mirror, "PAUSE_S", 0.0)
     split = opened(stored, cache)
@@ -187,7 +221,7 @@ def test_a_manifest_that_names_other_places_writes_nothing(stored: Path, cache: 
     raw["splits"]["train"]["shards"][0]["index_file"] = "../../outside.idx"
     (copy / "manifest.json").write_text(json.dumps(raw))
     shutil.copy(stored / "train-00000.idx", tmp_path / "outside.idx")
-    with pytest.raises(DataError, match=r"\.\./\.\./outside\.idx"):
+    with pytest.raises(DataError, match=r"^counted://.*\.\./\.\./outside\.idx"):
         opened(copy, cache)
     [folder] = Path(str(cache.folder)).iterdir()
     assert os.listdir(folder) == ["manifest.json"]
@@ -203,3 +237,15 @@ def test_what_cannot_be_read_is_one_sentence(stored: Path, cache: TokenCache, tm
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"file/.*: cannot be made: Not a directory; set data.cache to another folder"):
         opened(stored, TokenCache(str(tmp_path / "file")))
+
+
+def test_a_cache_without_tokens_at_a_url_is_refused():
+    table = {
+        "out": "out",
+        "steps": 1,
+        "batch": {"seq_len": 8, "global_batch": 1},
+        "data": {"path": "tokens", "cache_gib": 3.0},
+    }
+    with pytest.raises(ConfigError, match=r"data\.cache and data\.cache_gib are for tokens at a URL"):
+        parse(table)
+    assert parse(table | {"data": {"path": "s3://bucket/tokens", "cache_gib": 3.0}}).data.token_cache.n_bytes == 3 * GiB

@@ -10,8 +10,9 @@ from fractions import Fraction
 from math import gcd, lcm
 from pathlib import Path
 
-from shardwright.config.sections import DataSection, SourceSection
+from shardwright.config.sections import DataSection, SourceSection, TokenCache
 from shardwright.system.errors import nearest
+from shardwright.system.remote import REMOTE
 
 LARGEST_PERIOD = 2**20
 
@@ -56,6 +57,9 @@ def whole_weights(weights: list[float]) -> tuple[int, ...]:
 
 def mixture_problems(data: DataSection, steps: int | None) -> Iterator[str]:
     """Yield each broken rule on sources and stages. `steps`: steps of the run; None if that value is not valid."""
+    used = data.token_cache != TokenCache()
+    if used and not any(REMOTE in source.path for source in (sources_of(data) if data.path else data.sources)):
+        yield "data.cache and data.cache_gib are for tokens at a URL, and no source is at one; leave them out"
     if data.path is not None and data.sources:
         yield "data.path and data.sources are both given; name the folder of data.path as one of data.sources"
     elif data.path is None and not data.sources:

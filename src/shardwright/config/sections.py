@@ -281,7 +281,9 @@ class DataSection(RunFileSection):
         "in XDG_CACHE_HOME",
     )
     cache_gib: Annotated[float, Field(gt=0, le=2**40)] = Field(
-        20.0, description="GiB of the disk that the tokens of each URL may occupy; those read first are deleted first"
+        20.0,
+        description="GiB of the disk that the tokens of a data folder at a URL may occupy; what was fetched first is "
+        "deleted first",
     )
 
     @property

@@ -5,12 +5,12 @@ checksums are copied when the folder is opened. Files of tokens and masks are sp
 content, and a block is fetched when it is first read. The checksum of a block says whether its content is there, so a
 block that was half written, evicted or damaged is fetched again, and no record of the content is kept.
 
-The ranks of a node share a mirror. If its files occupy more than `data.cache_bytes`, a rank makes holes of the blocks
+The ranks of a node share a mirror. If the files of tokens and masks occupy more than
+`data.cache_gib`, a rank makes holes of the blocks
 that it fetched first. Mirrors are named by the checksum of the manifest: the same tokens at two URLs have one.
 """
 
 import ctypes
-import errno
 import hashlib
 import os
 import threading
@@ -26,8 +26,8 @@ import numpy as np
 import xxhash
 
 from shardwright.data.blocks import WAY_OUT, CheckedFile, SumsFile
-from shardwright.system.errors import DataError
-from shardwright.system.files import LONGEST_TEXT, reason, write_whole
+from shardwright.system.errors import NO_ROOM, DataError
+from shardwright.system.files import LONGEST_TEXT, open_regular, reason, write_whole
 from shardwright.system.remote import file_system
 from shardwright.system.units import MiB
 
@@ -106,9 +106,9 @@ class Mirror:
         return mirror
 
     def copy(self, name: str, sha256: str) -> None:
-        """Copy a whole file to the mirror, unless it is there. Raises DataError for another checksum."""
+        """Copy a whole file to the mirror, unless it is there and right. Raises DataError for another checksum."""
         path = self.folder / name
-        if path.exists():
+        if path.is_file() and _sha256_of(path) == sha256:
             return
         content = self.remote.read(name)
         if hashlib.sha256(content).hexdigest() != sha256:
@@ -124,6 +124,12 @@ class Mirror:
         except OSError as error:
             raise DataError(f"{self.folder / name}: cannot be made: {reason(error)}; {OTHER_CACHE}") from None
 
+    def check_bound(self) -> None:
+        """Raise DataError if the tokens do not fit into the bound and blocks cannot be deleted."""
+        sparse = [path for path in self.folder.iterdir() if path.suffix in _SPARSE]
+        if sum(path.stat().st_size for path in sparse) > self._limit_bytes:
+            make_hole(sparse[0], 0, 1)
+
     def fetch(self, path: Path, first: int, end: int) -> bytes:
         """Return the bytes [first, end) of a file of tokens from the URL, and keep them in the mirror."""
         content = self.remote.read(path.name, first, end)
@@ -133,7 +139,7 @@ class Mirror:
             with path.open("r+b") as file:
                 os.pwrite(file.fileno(), content, first)
         except OSError as error:
-            if error.errno != errno.ENOSPC:
+            if error.errno not in NO_ROOM:
                 raise DataError(f"{path}: cannot be written: {reason(error)}; {OTHER_CACHE}") from None
             return content  # without room on the disk, tokens are read from the URL each time
         self._fetched.append((path, first, end - first))
@@ -210,17 +216,29 @@ def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 def occupied_bytes(folder: Path) -> int:
-    """Return the bytes of disk that the files of a folder occupy, without their holes."""
-    return sum(entry.stat().st_blocks for entry in os.scandir(folder)) * _DISK_BLOCK_BYTES
+    """Return the bytes of disk that files of tokens and masks occupy in a mirror, without their holes."""
+    return sum(each.stat().st_blocks for each in folder.iterdir() if each.suffix in _SPARSE) * _DISK_BLOCK_BYTES
+
+
+def _sha256_of(path: Path) -> str:
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def make_hole(path: Path, first: int, n_bytes: int) -> None:
-    """Give the disk blocks of a range of a file back, which then reads as zeros; see fallocate(2). Nothing happens on a
-    file system without holes."""
-    function = ctypes.CDLL(None).fallocate64
+    """Give the disk blocks of a range of a file back, which then reads as zeros; see fallocate(2). Raises DataError if
+    the file system cannot."""
+    function = ctypes.CDLL(None, use_errno=True).fallocate64
     function.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    with path.open("r+b") as file:
-        function(file.fileno(), _KEEP_SIZE_AND_PUNCH_HOLE, first, n_bytes)
+    try:
+        with path.open("r+b") as file:
+            failed = function(file.fileno(), _KEEP_SIZE_AND_PUNCH_HOLE, first, n_bytes)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be opened: {reason(error)}; {OTHER_CACHE}") from None
+    if failed:
+        why = os.strerror(ctypes.get_errno())
+        what = "the file system cannot delete a part of a file, as a full cache needs"
+        raise DataError(f"{path}: {what}: {why}; {OTHER_CACHE}")
 
 
 def warm(reads: Iterable[Callable[[], object]]) -> None:

@@ -177,7 +177,12 @@ def _mirror(path: str | Path, cache: TokenCache) -> Mirror | None:
     if REMOTE not in str(path):
         return None
     mirror = Mirror.of(str(path), *cache)
-    manifest = DataManifest.read(mirror.folder, check_files=False)  # which refuses names of files that lead elsewhere
+    try:
+        manifest = DataManifest.read(
+            mirror.folder, check_files=False
+        )  # which refuses names of files that lead elsewhere
+    except DataError as error:
+        raise DataError(*(problem.replace(str(mirror.folder), str(path)) for problem in error.problems)) from None
     sums = manifest.sha256_of_files
     for split in manifest.splits.values():
         for shard in split.shards:
@@ -188,7 +193,8 @@ def _mirror(path: str | Path, cache: TokenCache) -> Mirror | None:
                 )
             for name in (shard.file, shard.trained_file):
                 if name and sums.pop(name, None):
-                    mirror.reserve(name, manifest._n_bytes_of_files(shard)[name])
+                    mirror.reserve(name, manifest.n_bytes_of_files(shard)[name])
+    mirror.check_bound()
     for name, sha256 in sums.items():
         mirror.copy(name, sha256)
     return mirror

@@ -220,10 +220,10 @@ class DataManifest(_Record):
         result = {self.tokenizer_file: -1}
         for split in self.splits.values():
             for shard in split.shards:
-                result |= self._n_bytes_of_files(shard)
+                result |= self.n_bytes_of_files(shard)
         return result
 
-    def _n_bytes_of_files(self, shard: Shard) -> dict[str, int]:
+    def n_bytes_of_files(self, shard: Shard) -> dict[str, int]:
         """Return name -> size of each file; the `.sums` file has the checksums of the others in this order."""
         sizes = {shard.file: shard.bytes, shard.index_file: shard.documents * INDEX_BYTES}
         if shard.trained_file:
