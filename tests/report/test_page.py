@@ -177,7 +177,7 @@ def test_a_page_names_experts_that_have_collapsed(tmp_path: Path) -> None:
     assert f"collapsed experts 2 {rest} 1, 2" in found["idle"]
     assert f"collapsed experts 1 {rest} 2" in found["other"]
     assert "collapsed experts" not in found["few"]
-    said = "similarity of experts 0.970 the largest cosine of two experts' rows of a router; both get nearly the same"
+    said = "similarity of experts 0.970 the largest cosine of two experts' rows of a router; their logits are nearly"
     assert said in found["few"].replace("&#39;", "'")
     assert "similarity of experts" not in found["idle"]
 

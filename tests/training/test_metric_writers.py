@@ -38,10 +38,13 @@ def test_tensorboard_gets_every_number(tmp_path: Path):
     assert "train/mfu" not in events.Tags()["scalars"]
 
 
-def test_wandb_gets_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("ends", "exit_code"), [(True, 0), (False, 1)])
+def test_wandb_gets_every_number_and_whether_the_run_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool, exit_code: int
+):
     told: list[tuple[object, object]] = []
     run = types.SimpleNamespace(
-        log=lambda values, step: told.append((values, step)), finish=lambda: told.append(("end", 0))
+        log=lambda values, step: told.append((values, step)), finish=lambda exit_code: told.append(("end", exit_code))
     )
     fake = types.ModuleType("wandb")
     fake.init = lambda **settings: run if settings["project"] == "mine" else None  # type: ignore[attr-defined]
@@ -49,11 +52,13 @@ def test_wandb_gets_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for writer in open_writers(config(tmp_path, wandb_project="mine"), 0):
         writer.write({"kind": "run", "step": 2, "world_size": 2})
         writer.write(RECORD)
+        if ends:
+            writer.end(3)
         writer.close()
     values, step = told[0]
     assert step == 3
     assert values["train/loss"] == 2.5  # type: ignore[index]
-    assert told[-1] == ("end", 0)
+    assert told[-1] == ("end", exit_code)
 
 
 @pytest.mark.parametrize(

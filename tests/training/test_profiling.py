@@ -7,6 +7,7 @@ import re
 import runpy
 import shlex
 import sys
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,6 +119,25 @@ def test_merged_traces_keep_threads_and_arrows_of_each_rank_apart(tmp_path: Path
     assert "no time" not in {event["name"] for event in merged}
 
 
+def test_the_memory_of_a_merge_does_not_grow_with_the_number_of_ranks(tmp_path: Path):
+    events = [{"ph": "X", "name": f"op {n}", "pid": 1, "tid": 1, "ts": float(n), "dur": 0.5} for n in range(2000)]
+
+    def peak_bytes(n_ranks: int) -> int:
+        out = tmp_path / f"of-{n_ranks}"
+        write_traces(out, *(trace(rank, 0, 0, events) for rank in range(n_ranks)))
+        tracemalloc.start()
+        try:
+            merge_traces(out, tmp_path / f"{n_ranks}.json")
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peak_bytes(1)  # caches of libraries
+    assert peak_bytes(6) < 1.3 * peak_bytes(1)
+    merged = json.loads((tmp_path / "6.json").read_text())["traceEvents"]
+    assert len([event for event in merged if event["ph"] == "X"]) == 6 * 2000
+
+
 GOOD = trace(0, 0, 0, [])
 
 
@@ -194,7 +214,7 @@ def test_a_snapshot_is_written_on_out_of_memory_with_the_command_that_draws_it(t
     for memory, drawing in ((False, "segment_plot"), (True, "trace_plot")):
         with (
             pytest.raises(
-                WorkerError, match=r"rank 2: CUDA out of memory\.; to need less: less; what it held: "
+                WorkerError, match=r"rank 2: CUDA out of memory\.; to need less: less; snapshot of the allocator: "
             ) as told,
             memory_errors_explained(profiled(tmp_path, memory=memory), 2, "less"),
         ):

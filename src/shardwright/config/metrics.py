@@ -26,7 +26,8 @@ class MetricsSection(RunFileSection):
     mlflow_uri: str | None = Field(
         None,
         description="also log to the MLflow server at this URL, such as http://HOST:5000, or to a store of MLflow: "
-        "sqlite:///FILE, file:///FOLDER, databricks (extra: mlflow)",
+        "sqlite:///FILE (needs sqlalchemy), file:///FOLDER (needs MLFLOW_ALLOW_FILE_STORE=true), databricks (extra: "
+        "mlflow)",
     )
     mlflow_experiment: Annotated[str, Field(min_length=1)] = Field(
         "shardwright", description="the MLflow experiment in which the run is listed"

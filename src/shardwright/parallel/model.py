@@ -196,8 +196,8 @@ class ParallelModel:
     @torch.no_grad()
     def router_similarity(self) -> Tensor | None:
         """Return for each layer the largest cosine of two experts' rows of the router, (L,), -1 for dense layers: at 1
-        both experts get the same tokens. Every rank calls this, which gathers each router; None without experts, or if
-        parameters are in host memory."""
+        the logits of both experts are proportional, except for their biases. Every rank calls this, which gathers each
+        router; None without experts, or if parameters are in host memory."""
         if self.spec.moe is None or self.layout.offload_parameters != "none":
             return None
         largest_L = torch.full((self.spec.n_blocks,), -1.0, device=self.mesh.device_type)

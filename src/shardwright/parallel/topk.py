@@ -107,7 +107,8 @@ class TopK:
         blocks_BE = in_blocks(member.error.view(1, -1), part.columns)[0]
         places_BK = blocks_BE.abs().topk(self.k, sorted=False).indices
         values_BK = blocks_BE.gather(1, places_BK)
-        # Not a difference: an element that is infinite or not a number is sent, and leaves no error.
+        # Not a difference: a sent element that is infinite or not a number would leave a NaN. A block with more than k
+        # such elements keeps the rest for later steps, so faults.spike='skip' is refused.
         rest_BE = blocks_BE.scatter(1, places_BK, 0.0)
         member.error.copy_(out_of_blocks(rest_BE[None], part).view_as(member.error))
         return values_BK, places_BK.to(torch.uint8)

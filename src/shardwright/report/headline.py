@@ -21,7 +21,7 @@ IDLE_LOAD, COLLAPSE_RECORDS = 0.1, 5
 records, at least this many."""
 
 ALIKE = 0.95
-"""The cosine of two experts' rows of a router above which both get nearly the same tokens."""
+"""The cosine of two experts' rows of a router above which their logits are reported as nearly proportional."""
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,10 @@ class RunHeadline:
         if self.load_entropy is not None:
             yield Fact("entropy of the load", f"{self.load_entropy:.3f}", "1 is even, 0 is one expert for all tokens")
         if self.router_similarity is not None:
-            same = "; both get nearly the same tokens" if self.router_similarity > ALIKE else ""
-            rest = f"the largest cosine of two experts' rows of a router{same}"
+            alike = (
+                "; their logits are nearly proportional, except for biases" if self.router_similarity > ALIKE else ""
+            )
+            rest = f"the largest cosine of two experts' rows of a router{alike}"
             yield Fact("similarity of experts", f"{self.router_similarity:.3f}", rest)
         if self.collapsed_experts:
             by_layer = "; ".join(

@@ -5,9 +5,9 @@ The file has one process for each rank, whose threads are the rank's threads and
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -54,31 +54,62 @@ def merge_traces(folder: Path, path: Path) -> None:
             f"--trace {path}: {folder} has no trace of a step; set profile.first_step for a run, such as "
             f"--set profile.first_step=10"
         )
-    traces = [_read(file) for file in files]
-    first_ns = min(trace.baseTimeNanoseconds for trace in traces)
-    events = [event for trace in traces for event in _events(trace, first_ns)]
-    start_us = min((event["ts"] for event in events if "ts" in event), default=0.0)
-    for event in events:
-        if "ts" in event:
-            event["ts"] = round(event["ts"] - start_us, 3)
-    write_whole(path, (json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n").encode())
+    starts = [_start(file) for file in files]
+    first_ns = min(start.base_ns for start in starts)
+    start_us = min(
+        (start.first_us + start.shift_us(first_ns) for start in starts if start.first_us is not None), default=0.0
+    )
+    write_whole(path, _merged(files, [start.shift_us(first_ns) for start in starts], start_us))
+
+
+class _TraceStart(NamedTuple):
+    """The base of a trace's times, the lead of its host's clock, and the time of its first event, None without one."""
+
+    base_ns: int
+    clock_ahead_ns: int
+    first_us: float | None
+
+    def shift_us(self, first_ns: int) -> float:
+        """Return the difference between the times in the trace and times after `first_ns` on rank 0's host."""
+        return (self.base_ns - first_ns - self.clock_ahead_ns) / 1e3
+
+
+def _start(path: Path) -> _TraceStart:
+    trace = _read(path)
+    first_us = min((event["ts"] for event in trace.traceEvents if _has_time(event)), default=None)
+    return _TraceStart(trace.baseTimeNanoseconds, trace.shardwright.clock_ahead_ns, first_us)
+
+
+def _merged(files: Sequence[Path], shifts_us: Sequence[float], start_us: float) -> Iterator[bytes]:
+    """Yield the parts of the merged file. One trace at a time is in memory: it has some hundred MB for each rank."""
+    separator = b'{"displayTimeUnit": "ms", "traceEvents": [\n'
+    for file, shift_us in zip(files, shifts_us, strict=True):
+        for event in _events(_read(file), shift_us, start_us):
+            yield separator + json.dumps(event).encode()
+            separator = b",\n"
+    yield b"\n]}\n"
 
 
 def _read(path: Path) -> ProfilerTrace:
     try:
         return ProfilerTrace.model_validate(parse_json(read_bytes(path, LONGEST_TRACE)))
     except ValidationError as error:
-        wrong = error.errors()[0]
-        told = f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}"
+        first = error.errors()[0]
+        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
     except (OSError, ValueError) as error:
-        told = str(error)
-    raise InputError(f"{path} is not the trace of a rank ({told}); remove it, or trace the steps again")
+        problem = str(error)
+    raise InputError(f"{path} is not the trace of a rank ({problem}); remove it, or trace the steps again")
 
 
-def _events(trace: ProfilerTrace, first_ns: int) -> Iterator[dict[str, Any]]:
-    """Yield the events of a rank with the rank as their process, and its names."""
+def _has_time(event: dict[str, Any]) -> bool:
+    """Return whether an event has a time and a kind. Names of processes and threads (kind M) have no time."""
+    time_us, kind = event.get("ts"), event.get("ph")
+    return isinstance(time_us, int | float) and abs(time_us) < LATEST_US and isinstance(kind, str) and kind != "M"
+
+
+def _events(trace: ProfilerTrace, shift_us: float, start_us: float) -> Iterator[dict[str, Any]]:
+    """Yield the events of a rank with the rank as their process and their times after `start_us`, and its names."""
     about = trace.shardwright
-    shift_us = (trace.baseTimeNanoseconds - first_ns - about.clock_ahead_ns) / 1e3
     names: dict[tuple[str, str, str], str] = {}
     threads: dict[tuple[str, str], int] = {}
     for event in trace.traceEvents:
@@ -89,12 +120,11 @@ def _events(trace: ProfilerTrace, first_ns: int) -> Iterator[dict[str, Any]]:
                 of = place if event["name"] == "thread_name" else (place[0], "")
                 names[event["name"], *of] = str(args.get("labels", args.get("name")))
             continue
-        time_us, kind = event.get("ts"), event.get("ph")
-        if not (isinstance(time_us, int | float) and abs(time_us) < LATEST_US and isinstance(kind, str)):
+        if not _has_time(event):
             continue
         thread = threads.setdefault(place, len(threads))
-        moved = event | {"pid": about.rank, "tid": thread, "ts": time_us + shift_us}
-        if kind in _FLOWS:
+        moved = event | {"pid": about.rank, "tid": thread, "ts": round(event["ts"] + shift_us - start_us, 3)}
+        if event["ph"] in _FLOWS:
             moved["id"] = f"{about.rank}.{event.get('id')}"
         yield moved
     axes = ", ".join(f"{axis} {at}" for axis, at in about.coordinates.items())

@@ -19,7 +19,7 @@ import socket
 import stat
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -257,9 +257,10 @@ def _problem_of_pipe(path: Path) -> str | None:
     return None
 
 
-def write_whole(path: Path, content: bytes, required: bool = True) -> None:
-    """Write a file and replace an existing regular file. Raises InputError if the path cannot be written. On a full
-    disk the existing file stays, and FullError is raised if the file is `required`."""
+def write_whole(path: Path, content: bytes | Iterable[bytes], required: bool = True) -> None:
+    """Write a file, from one or several parts, and replace an existing regular file. Raises InputError if the path
+    cannot be written. On a full disk the existing file stays, and FullError is raised if the file is `required`."""
+    parts = [content] if isinstance(content, bytes) else content
     if (problem := problem_of_place(path)) is not None:
         raise InputError(problem)
     special = path.exists() and not path.is_file()
@@ -268,30 +269,31 @@ def write_whole(path: Path, content: bytes, required: bool = True) -> None:
     fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         if special:
-            _write_through(path, content)
+            _write_through(path, parts)
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh.unlink(missing_ok=True)
         with fresh.open("xb") as file:
-            file.write(content)
+            file.writelines(parts)
         os.replace(fresh, path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            fresh.unlink(missing_ok=True)
         if error.errno in NO_ROOM:
             if required:
                 raise FullError(system_limit(OSError(error.errno, error.strerror, str(path)))) from None
             return
         raise InputError(f"{path} cannot be written: {error.strerror}; choose another place") from None
+    finally:
+        with contextlib.suppress(OSError):
+            fresh.unlink(missing_ok=True)
 
 
-def _write_through(path: Path, content: bytes) -> None:
+def _write_through(path: Path, parts: Iterable[bytes]) -> None:
     """Write to a device or a pipe without replacing it."""
     flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
     descriptor = _pipes.pop(path) if path in _pipes else os.open(path, flags)
     os.set_blocking(descriptor, True)
     with open(descriptor, "wb") as file:
-        file.write(content)
+        file.writelines(parts)
 
 
 @contextlib.contextmanager

@@ -107,7 +107,7 @@ class ProfileSteps(Hook):
             if self.section.memory:
                 problem = problem or _problem_of(lambda: write_snapshot(self.out, self.rank))
         problems = gathered(problem, str | None)
-        failed = [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each is not None]
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]
         if failed:
             self.log.tell("metrics", last, f"the profile of steps {self._first} to {last} is incomplete: {failed[0]}")
             return
@@ -150,8 +150,8 @@ def clock_ahead_ns(host: str | None = None, now_ns: Callable[[], int] = time.tim
     for _ in range(CLOCK_READINGS + 1):
         dist.barrier()
         readings.append(now_ns())
-    mine = (host or socket.gethostname(), readings[1:])  # the first barrier connects the ranks
-    return _ahead_ns(gathered(mine, tuple[str, list[int]]), mine[0])
+    local = (host or socket.gethostname(), readings[1:])  # the first barrier connects the ranks
+    return _ahead_ns(gathered(local, tuple[str, list[int]]), local[0])
 
 
 def _ahead_ns(everyone: Sequence[tuple[str, list[int]]], host: str) -> int:
@@ -183,8 +183,9 @@ def memory_errors_explained(config: RunConfig, rank: int, remedy: str) -> Iterat
     try:
         yield
     except torch.OutOfMemoryError as error:
-        told = f"rank {rank}: {str(error).splitlines()[0]}; to need less: {remedy}"
+        message = f"rank {rank}: {str(error).splitlines()[0]}; to need less: {remedy}"
         out = Path(config.out)
         if _problem_of(lambda: write_snapshot(out, rank)) is None:
-            told += f"; what it held: {command_that_draws(snapshot_path(out, rank), config.profile.memory)}"
-        raise WorkerError(told) from None
+            drawing = command_that_draws(snapshot_path(out, rank), config.profile.memory)
+            message += f"; snapshot of the allocator: {drawing}"
+        raise WorkerError(message) from None

@@ -108,8 +108,10 @@ def _run(
             for line in header(config, sources, samples.order, device, start.step, start.samples):
                 log.say(line)
             log.write(started(config, device, start.step, start.checkpoint))
-        with cleaning_up(*(hook.close for hook in hooks)), saving.during_steps(start.step):
-            done = loop.run(start)
+        with cleaning_up(*(hook.close for hook in hooks)):
+            with saving.during_steps(start.step):
+                done = loop.run(start)
+            log.end(done)
         stop.settle()
     _report_end(config, start, done, checkpoints, log)
     return done < config.steps

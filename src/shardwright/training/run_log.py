@@ -42,10 +42,10 @@ class Screen(Progress, MetricsWriter):
         """Print one record as a line, above the bar if there is one."""
         if record["kind"] not in ("train", "evaluation"):
             return
-        told = line(record, self.steps)
+        text = line(record, self.steps)
         if record["kind"] == "train" and record["step"] < self.steps:
-            told += f" | ETA {format_seconds(self._left_s(record['step']))}"
-        self.say(told)
+            text += f" | ETA {format_seconds(self._left_s(record['step']))}"
+        self.say(text)
         if record["kind"] == "train":
             self.update(self._bar, note=f"loss {record['loss']:.3f}")
 
@@ -122,6 +122,11 @@ class RunLog:
             if writer.kind.traces:
                 writer.trace(spans)
 
+    def end(self, step: int) -> None:
+        """Report to every writer that the run ends without an error after `step` steps."""
+        for writer in self._writers:
+            writer.end(step)
+
     def close(self) -> None:
         """Close every writer."""
         with cleaning_up(*(writer.close for writer in self._writers), lambda: self._report_problems(self._step)):
@@ -146,9 +151,9 @@ def line(record: Record, steps: int) -> str:
         ahead += [f"margin {record['margin']:.4f}", f"accuracy {record['accuracy']:.1%}"]
     if record["kind"] == "evaluation":
         sources = [f"{name} {loss:.4f}" for name, loss in (record.get("sources") or {}).items()]
-        told = f"step {record['step']:>5}/{steps} | validation loss {record['loss']:.4f}"
+        loss = f"step {record['step']:>5}/{steps} | validation loss {record['loss']:.4f}"
         average = [f"of the average {record['average_loss']:.4f}"] if "average_loss" in record else []
-        return " | ".join((told, *average, *ahead, *([", ".join(sources)] if sources else [])))
+        return " | ".join((loss, *average, *ahead, *([", ".join(sources)] if sources else [])))
     mfu = "n/a" if record["mfu"] is None else f"{record['mfu']:.1%}"
     load = (f"load {record['load_max_over_mean']:.2f}",) if "load_max_over_mean" in record else ()
     epochs = [f"{name} {done:.3g}" for name, done in (record.get("epochs") or {}).items()]

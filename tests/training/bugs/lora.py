@@ -44,7 +44,7 @@ DTYPE: dict[str, AnyBug] = {
         [TP, SP],
         spec=_QUANTISED,
     ),
-    "the scale of a quantised row is that of its shard over tp": Bug(
+    "the scale of a quantised row comes from its shard over tp alone": Bug(
         Mutation(
             "shardwright.model.quantised:encode",
             "wide.abs().amax(-1, keepdim=True)",

@@ -1,6 +1,7 @@
 """Writer of records to an MLflow tracking server."""
 
 import hashlib
+import importlib.util
 import os
 import re
 import time
@@ -32,7 +33,8 @@ class MLflow(MetricsWriter):
     """A run of an MLflow experiment: the keys of the run file as parameters, the numbers of each record as metrics.
 
     A resumed run continues the MLflow run of its folder. MLflow keeps every value of a step, so steps that are repeated
-    after a rollback have several.
+    after a rollback have several. The status of the MLflow run is FINISHED after the last step, KILLED if the run was
+    asked to stop before it, and FAILED after an error.
     """
 
     def __init__(self, uri: str, config: RunConfig, first_step: int) -> None:
@@ -42,6 +44,9 @@ class MLflow(MetricsWriter):
         from mlflow.tracking import MlflowClient
 
         self._metric: Any = Metric
+        self._steps, self._status = config.steps, "FAILED"
+        self._params: list[Any] = []
+        """Parameters that MLflow has not taken yet."""
         self._client = MlflowClient(uri)
         name, folder = config.metrics.mlflow_experiment, real_path(config.out)
         digest = hashlib.sha256(os.fsencode(folder)).hexdigest()
@@ -53,11 +58,14 @@ class MLflow(MetricsWriter):
             self._client.update_run(self._run, status="RUNNING")
             return
         self._run = self._client.create_run(number, run_name=folder.name, tags={FOLDER_TAG: digest}).info.run_id
-        params = [Param(key, without_secrets(str(value))[:LONGEST_VALUE]) for key, value in _flat(config.model_dump())]
-        for first in range(0, len(params), MOST_PARAMS):
-            self._client.log_batch(self._run, params=params[first : first + MOST_PARAMS])
+        # Sent by `write`: a constructor that fails after `create_run` would be called again and create another run.
+        values = _flat(config.model_dump())
+        self._params = [Param(key, without_secrets(str(value))[:LONGEST_VALUE]) for key, value in values]
 
     def write(self, record: Record) -> None:
+        while self._params:
+            self._client.log_batch(self._run, params=self._params[:MOST_PARAMS])
+            del self._params[:MOST_PARAMS]
         now_ms = int(time.time() * 1000)
         values = {f"{record['kind']}/{key}": float(value) for key, value in numbers_of(record).items()}
         metrics = [
@@ -66,8 +74,36 @@ class MLflow(MetricsWriter):
         if metrics:
             self._client.log_batch(self._run, metrics=metrics)
 
+    def end(self, step: int) -> None:
+        self._status = "FINISHED" if step >= self._steps else "KILLED"
+
     def close(self) -> None:
-        self._client.set_terminated(self._run)
+        self._client.set_terminated(self._run, self._status)
+
+
+def store_problems(config: RunConfig) -> list[str]:
+    """Return the reason why the installed MLflow cannot open `metrics.mlflow_uri`, if it is a store without a
+    server."""
+    uri = str(config.metrics.mlflow_uri)
+    kind = uri.partition(":")[0]
+    if kind == "sqlite" and importlib.util.find_spec("sqlalchemy") is None:
+        return [f"metrics.mlflow_uri={uri!r}: MLflow's store in SQLite needs sqlalchemy: pip install mlflow"]
+    if kind == "file" and _refuses_folders():
+        return [
+            f"metrics.mlflow_uri={uri!r}: this version of MLflow opens a folder only with the environment variable "
+            f"MLFLOW_ALLOW_FILE_STORE=true; set it, or use sqlite:///FILE (pip install mlflow)"
+        ]
+    return []
+
+
+def _refuses_folders() -> bool:
+    if os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() in ("true", "1"):
+        return False  # without the import of MLflow, which takes seconds
+    try:
+        from mlflow.environment_variables import MLFLOW_ALLOW_FILE_STORE
+    except ImportError:  # earlier versions open folders
+        return False
+    return not MLFLOW_ALLOW_FILE_STORE.get()
 
 
 def _flat(table: dict[str, Any], above: str = "") -> list[tuple[str, Any]]:
@@ -86,5 +122,6 @@ MLFLOW_WRITER = WriterKind(
     package="mlflow",
     install="mlflow-skinny",
     make=lambda config, first_step: MLflow(str(config.metrics.mlflow_uri), config, first_step),
+    problems=store_problems,
     remote=True,
 )

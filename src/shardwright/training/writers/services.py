@@ -11,21 +11,25 @@ from shardwright.training.writers.writer import MetricsWriter, WriterKind, numbe
 
 
 class WeightsAndBiases(MetricsWriter):
-    """A W&B run in the configured project. W&B rejects values of earlier steps, so values of steps that are repeated
-    after a rollback are missing there."""
+    """A W&B run in the configured project, which W&B lists as failed after an error. W&B rejects values of earlier
+    steps, so values of steps that are repeated after a rollback are missing there."""
 
     def __init__(self, project: str, config: RunConfig) -> None:
         import wandb
 
         shown = json.loads(without_secrets(json.dumps(config.model_dump())))
         self._run = wandb.init(project=project, dir=config.out, config=shown)
+        self._exit_code = 1
 
     def write(self, record: Record) -> None:
         if numbers := numbers_of(record):
             self._run.log({f"{record['kind']}/{key}": value for key, value in numbers.items()}, step=record["step"])
 
+    def end(self, step: int) -> None:
+        self._exit_code = 0
+
     def close(self) -> None:
-        self._run.finish()
+        self._run.finish(exit_code=self._exit_code)
 
 
 WANDB_WRITER = WriterKind(
@@ -72,8 +76,8 @@ class Prometheus(MetricsWriter):
 
         name = f"shardwright_{kind}_{key}"
         if name not in self._gauges:
-            told = f"{key} of the newest {kind} record of metrics.jsonl"
-            self._gauges[name] = Gauge(name, told, labels, registry=self._registry)
+            description = f"{key} of the newest {kind} record of metrics.jsonl"
+            self._gauges[name] = Gauge(name, description, labels, registry=self._registry)
         return self._gauges[name]
 
     def close(self) -> None:

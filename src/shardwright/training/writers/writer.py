@@ -40,6 +40,10 @@ class MetricsWriter:
     def rewind(self, step: int) -> None:
         """Discard records after `step` steps where possible, because the run takes those steps again."""
 
+    def end(self, step: int) -> None:
+        """Take note that the run ends without an error after `step` steps: fewer than its steps if it was asked to
+        stop. Called before `close`, and not called if the run fails."""
+
     def close(self) -> None:
         """Flush and close. No record follows."""
 
@@ -107,6 +111,9 @@ class OptionalWriter(MetricsWriter):
 
     def rewind(self, step: int) -> None:
         self._do(lambda writer: writer.rewind(step))
+
+    def end(self, step: int) -> None:
+        self._do(lambda writer: writer.end(step))
 
     def close(self) -> None:
         self._closing = True
