@@ -105,18 +105,15 @@ def test_a_failure_to_send_parameters_makes_no_second_run(
 def test_mlflow_shows_whether_a_run_finished_failed_or_was_stopped(tokens: Path, tmp_path: Path, uri: str, client: Any):
     run_file = write_run_file(tmp_path, tokens)
 
-    def status_after(*settings: str, expect: int = 0) -> str:
-        keys = (f"metrics.mlflow_uri={uri}", "checkpoint.every=0", *settings)
-        train(run_file, *(word for key in keys for word in ("--set", key)), expect=expect)
-        return str(runs_of(client)[0].info.status)
-
-    assert status_after("steps=2", f"out={tmp_path / 'done'}") == "FINISHED"
-    assert status_after("optimizer.lr=1e30", f"out={tmp_path / 'diverged'}", expect=3) == "FAILED"
-    for n_steps, status in ((4, "KILLED"), (9, "FINISHED")):
+    keys = (f"metrics.mlflow_uri={uri}", "checkpoint.every=0", "steps=2")
+    train(run_file, *(word for key in keys for word in ("--set", key)))
+    assert runs_of(client)[0].info.status == "FINISHED"
+    for n_steps, status in ((None, "FAILED"), (4, "KILLED"), (9, "FINISHED")):
         log = RunLog(config(tmp_path / status, mlflow_uri=uri), 0, True, 0)
         (tmp_path / status).mkdir(exist_ok=True)
         log.write(STEP)
-        log.end(n_steps)
+        if n_steps is not None:
+            log.end(n_steps)
         log.close()
         assert runs_of(client)[0].info.status == status
 
