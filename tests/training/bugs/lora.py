@@ -74,10 +74,6 @@ DTYPE: dict[str, AnyBug] = {
         ),
         f"{_BASE_TESTS}:check_that_merged_weights_compute_as_the_run",
     ),
-    "a run continues with another type of its base": UnitBug(
-        Mutation("shardwright.training.checkpoint.state:_differences", "adapters.base != lora.base", "False"),
-        f"{_BASE_TESTS}:check_that_another_type_of_the_base_is_refused",
-    ),
 }
 REDUCTION: dict[str, AnyBug] = {
     "the gradients of replicated matrices of adapters are not summed over tp": Bug(
