@@ -160,7 +160,7 @@ def test_of_a_long_run_the_last_lines_are_shown(tmp_path: Path) -> None:
 
 def test_of_a_long_run_evenly_spaced_steps_and_the_last_are_in_memory(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("shardwright.cli.followed.TRAIN_RECORDS", 8)
-    monkeypatch.setattr("shardwright.runs.folder.READ_BYTES", 1000)  # a few lines at once
+    monkeypatch.setattr("shardwright.runs.records.READ_BYTES", 1000)  # a few lines at once
     followed = FollowedRun(write_run(tmp_path, []))
     for last in range(1, 60):
         add(tmp_path, json.dumps(train_record(last)) + "\n")

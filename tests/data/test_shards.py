@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.data import blocks, shards
+from shardwright.data import blocks, token_manifest
 from shardwright.data.prepare import prepare
 from shardwright.data.shards import TokenSplit, open_split, verify_checksums
 from shardwright.data.token_manifest import DataManifest
@@ -29,7 +29,7 @@ def edit(folder: Path, change: Callable[[dict], None]) -> None:
     raw = json.loads(path.read_text())
     change(raw)
     if "sha256" in raw:
-        raw["sha256"] = shards._digest(raw)
+        raw["sha256"] = token_manifest._digest(raw)
     path.write_text(json.dumps(raw))
 
 
