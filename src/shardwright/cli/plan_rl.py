@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from shardwright.rl.step import RLTask
 
 
+MOST_ANSWERS = 100_000
+MOST_STEPS = 64
+
+
 @dataclass(frozen=True)
 class PlanRLOptions:
     """Options of `plan rl`."""
@@ -190,21 +194,14 @@ def _wrong_numbers(options: PlanRLOptions) -> list[str]:
     return wrong + wrong_place("--html", options.html, {".html": "it is named"})
 
 
-MOST_ANSWERS = 100_000
-MOST_STEPS = 64
-
-
 def _wrong_split(options: PlanRLOptions, size: int) -> list[str]:
     """Return the problems of the accelerators that only generate, of `size`."""
     number = options.generate_on
-    if number is None:
-        one = options.off_policy and size == 1
-        return [f"--off-policy {options.off_policy} needs accelerators for both, and the cluster has 1"] if one else []
-    if not 0 <= number < size:
+    if number is not None and not 0 <= number < size:
         why = "a number of accelerators is needed" if number < 0 else f"0 of {size} accelerators are left to train"
         valid = f"0 to {size - 1}" if size > 1 else "0"
         return [f"--generate-on {number}: {why}; valid: {valid}"]
-    if number == 0 and options.off_policy and size == 1:
+    if options.off_policy and size == 1:
         return [f"--off-policy {options.off_policy} needs accelerators for both, and the cluster has 1"]
     if number == 0 and options.off_policy:
         return [f"--generate-on 0 with --off-policy {options.off_policy}: valid: 1 to {size - 1}, or --off-policy 0"]

@@ -111,17 +111,21 @@ class CheckedFile:
         return self.read(0, len(self))
 
     def _check_blocks(self, first: int, last: int) -> None:
-        assert self._sums is not None
         raw = self._row.view(np.uint8)
         for block in range(first, last + 1):
             begin = block * self._block_bytes
             content = raw[begin : begin + self._block_bytes]
-            if self._unread[block] and xxhash.xxh3_64_intdigest(content) != self._sums[self._first_block + block]:
+            if self._unread[block] and not self._matches(block, content):
                 raise DataError(
                     f"{self.path} is damaged in block {block} (bytes {begin} to {begin + len(content) - 1}): "
                     f"its checksum differs from the written one; {WAY_OUT}"
                 )
             self._unread[block] = False
+
+    def _matches(self, block: int, content: Any) -> bool:
+        """Return whether a block's bytes have the checksum that was written."""
+        assert self._sums is not None
+        return xxhash.xxh3_64_intdigest(content) == self._sums[self._first_block + block]
 
     def _require_whole_file(self) -> None:
         """Raise DataError if the file is shorter than when it was mapped: a read beyond its end would end the process

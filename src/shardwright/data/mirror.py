@@ -5,9 +5,9 @@ checksums are copied when the folder is opened. Files of tokens and masks are sp
 content, and a block is fetched when it is first read. The checksum of a block says whether its content is there, so a
 block that was half written, evicted or damaged is fetched again, and no record of the content is kept.
 
-The ranks of a node share a mirror. If the files of tokens and masks occupy more than
-`data.cache_gib`, a rank makes holes of the blocks
-that it fetched first. Mirrors are named by the checksum of the manifest: the same tokens at two URLs have one.
+The ranks of a node share a mirror. If the files of tokens and masks occupy more than `data.cache_gib`, a rank makes
+holes of the blocks that it fetched first. Mirrors are named by the checksum of the manifest: the same tokens at two
+URLs have one.
 """
 
 import ctypes
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from shardwright.data.blocks import WAY_OUT, CheckedFile, SumsFile
 from shardwright.system.errors import NO_ROOM, DataError
@@ -126,7 +125,7 @@ class Mirror:
 
     def check_bound(self) -> None:
         """Raise DataError if the tokens do not fit into the bound and blocks cannot be deleted."""
-        sparse = [path for path in self.folder.iterdir() if path.suffix in _SPARSE]
+        sparse = _sparse_files(self.folder)
         if sum(path.stat().st_size for path in sparse) > self._limit_bytes:
             make_hole(sparse[0], 0, 1)
 
@@ -157,10 +156,9 @@ class Mirror:
             path, first, n_bytes = self._fetched.popleft()
             make_hole(path, first, n_bytes)
             surplus -= n_bytes
-        sparse = [each for each in self.folder.iterdir() if each.suffix in _SPARSE] if surplus > 0 else []
-        for path in sorted(sparse, key=lambda each: -each.stat().st_blocks):
+        for path in sorted(_sparse_files(self.folder) if surplus > 0 else [], key=_occupied, reverse=True):
             if surplus > 0:
-                surplus -= path.stat().st_blocks * _DISK_BLOCK_BYTES
+                surplus -= _occupied(path)
                 make_hole(path, 0, path.stat().st_size)
 
 
@@ -172,7 +170,7 @@ class MirroredFile(CheckedFile):
         self, mirror: Mirror, path: Path, dtype: str, length: int, sums: SumsFile, first_block: int = 0
     ) -> None:
         super().__init__(path, dtype, length, "", sums, first_block)
-        self._mirror, self._of_blocks = mirror, sums
+        self._mirror = mirror
 
     def read(self, start: int, length: int) -> np.ndarray:
         """As `CheckedFile.read`; the result is a copy, because another rank may evict the blocks at any time."""
@@ -198,8 +196,7 @@ class MirroredFile(CheckedFile):
 
     def _is_right(self, content: bytearray, first: int, number: int) -> bool:
         begin = (number - first) * self._block_bytes
-        digest = xxhash.xxh3_64_intdigest(memoryview(content)[begin : begin + self._block_bytes])
-        return digest == self._of_blocks[self._first_block + number]
+        return self._matches(number, memoryview(content)[begin : begin + self._block_bytes])
 
 
 def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
@@ -217,7 +214,15 @@ def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 def occupied_bytes(folder: Path) -> int:
     """Return the bytes of disk that files of tokens and masks occupy in a mirror, without their holes."""
-    return sum(each.stat().st_blocks for each in folder.iterdir() if each.suffix in _SPARSE) * _DISK_BLOCK_BYTES
+    return sum(map(_occupied, _sparse_files(folder)))
+
+
+def _sparse_files(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.suffix in _SPARSE]
+
+
+def _occupied(path: Path) -> int:
+    return path.stat().st_blocks * _DISK_BLOCK_BYTES
 
 
 def _sha256_of(path: Path) -> str:

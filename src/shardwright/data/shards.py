@@ -178,9 +178,7 @@ def _mirror(path: str | Path, cache: TokenCache) -> Mirror | None:
         return None
     mirror = Mirror.of(str(path), *cache)
     try:
-        manifest = DataManifest.read(
-            mirror.folder, check_files=False
-        )  # which refuses names of files that lead elsewhere
+        manifest = DataManifest.read(mirror.folder, check_files=False)  # refuses names that lead elsewhere
     except DataError as error:
         raise DataError(*(problem.replace(str(mirror.folder), str(path)) for problem in error.problems)) from None
     sums = manifest.sha256_of_files

@@ -31,7 +31,7 @@ from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.training.optimizer import make_optimizer, set_learning_rate
 from shardwright.verification.case import ADAPTER_STD, DTYPES, PLAIN_SGD, Case
-from shardwright.verification.reference_compression import LargestElements, Products, n_sequences
+from shardwright.verification.reference_compression import LargestElements, Products, columns_of_block, n_sequences
 from shardwright.verification.trace import RankTrace, TracedQuantity, TraceRecorder
 
 
@@ -311,7 +311,7 @@ def _in_8_bits(rows: Tensor, kind: str) -> Tensor:
     if kind == "int8":
         return _as_integers(rows, rows.shape[-1])
     rounded = torch.zeros_like(rows)
-    per_block = -(-rows.shape[-1] // -(-rows.shape[-1] // 128))
+    per_block = columns_of_block(rows.shape[-1])
     for x, result in zip(rows.split(per_block, -1), rounded.split(per_block, -1), strict=True):
         scale = (x.abs().amax(-1, keepdim=True) / 448).float().to(x.dtype)
         of_scale = torch.nan_to_num(x / scale).float().to(x.dtype)  # 0 / 0 where all are zero

@@ -65,7 +65,7 @@ class LargestElements:
             row = row_of(case.spec, name)
             sharded = row.split in ("row", "column") or (row.split == "kv_column" and tp <= case.spec.n_kv_heads)
             n_columns = parameter.shape[-1] // (tp if row.split == "row" else 1)
-            per_block = -(-n_columns // -(-n_columns // 128))
+            per_block = columns_of_block(n_columns)
             if row.hidden and row.trained and (sharded or tp == 1) and 5 * self.k < 4 * per_block:
                 self.parameters[name] = parameter
                 self.blocks[name] = [
@@ -111,6 +111,11 @@ def orthonormal(matrix: Tensor) -> Tensor:
         if rest.norm() > 1e-10 * column.norm():
             basis[:, number] = rest / rest.norm()
     return basis
+
+
+def columns_of_block(columns: int) -> int:
+    """Return the columns of a block of a row: a row has the fewest blocks of at most 128; the last may be shorter."""
+    return -(-columns // -(-columns // 128))
 
 
 def n_sequences(case: Case) -> int:
