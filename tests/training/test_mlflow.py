@@ -118,6 +118,7 @@ def test_mlflow_shows_whether_a_run_finished_failed_or_was_stopped(tokens: Path,
         assert runs_of(client)[0].info.status == status
 
 
+@prove
 def test_a_store_that_mlflow_refuses_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
     with pytest.raises(
