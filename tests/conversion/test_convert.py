@@ -40,6 +40,7 @@ def close(losses: dict[int, float], expected: dict[int, float]) -> bool:
     return all(abs(loss - expected[step]) <= TOLERANCE for step, loss in losses.items())
 
 
+@pytest.mark.prove
 def test_a_run_of_fsdp2_continues_here_and_back_there_with_the_losses_of_an_uninterrupted_run(
     two_ranks: tuple[Path, dict[int, float]], ragged_tokens: Path, tmp_path: Path
 ) -> None:

@@ -59,7 +59,7 @@ def dry(table: Table, rank: int, length: ShortenedStep | None) -> RankRecord:
     return dry_rank(parse(table), rank, gpu=True, length=length)
 
 
-@pytest.mark.parametrize("name", rest_prove(STEPS, "1f1b"))
+@pytest.mark.parametrize("name", rest_prove(STEPS))
 def test_a_shortened_step_needs_sends_and_computes_what_the_whole_one_does(name: str):
     table, config = step(name)
     layout, n = config.layout.layout(), config.accumulation

@@ -59,7 +59,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("sent", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=prove)])
 def test_processes_end_with_the_one_that_started_them(tmp_path: Path, sent: signal.Signals):
     script, folder = tmp_path / "sleeps.py", tmp_path / "pids"
     script.write_text(SLEEPS)

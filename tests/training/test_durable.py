@@ -172,7 +172,8 @@ def killed_once_it_is_copied(place: Path, rank: int) -> None:
     Trainer.update = update_or_die
 
 
-@pytest.mark.parametrize("mode", [pytest.param("disabled", marks=prove), "async"])
+@prove
+@pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_run_whose_folder_is_lost_goes_on_from_its_durable_copy_to_the_same_last_bit(
     mode, run_file, uninterrupted, tmp_path
 ):

@@ -76,7 +76,7 @@ def disk_stays_full_from_step_8(out: Path, rank: int) -> None:
     Trainer.step = limited
 
 
-@pytest.mark.parametrize("every", rest_prove([5, 20], 5))
+@pytest.mark.parametrize("every", rest_prove([5, 20]))
 def test_a_disk_that_stays_full_ends_a_run_at_its_next_checkpoint_with_that_error_and_no_restart(
     every, tmp_path, tokens
 ):

@@ -172,6 +172,7 @@ ODD = replace(SPEC, n_heads=4, n_kv_heads=2, qk_norm=True, vocab_size=61, d_ffn=
 UNEQUAL = [Layout(dp_shard=3, tp=2, zero=3, sequence_parallel=True), Layout(dp_shard=4, zero=3)]
 
 
+@prove
 def test_a_layout_with_unequal_shards_is_saved_resumed_and_exported_to_what_transformers_computes(tmp_path: Path):
     """The other side is a plain model with the weights that the ranks hold in the end."""
     model = table_of(ODD)

@@ -173,6 +173,7 @@ def test_a_run_learns_the_pairs_and_is_the_same_on_two_ranks(folder: Path):
         assert other_values[name] == pytest.approx(expected, abs=1e-4)
 
 
+@prove
 def test_a_resumed_run_reads_the_reference_that_was_computed_before_its_first_step(folder: Path):
     changes = ("steps=2", "lr_schedule.shape=constant")
     train(folder, "whole", "lr_schedule.shape=constant")

@@ -15,6 +15,7 @@ def at(url: str, run_file: Path) -> tuple[str, ...]:
     return "--set", f"data.path={url}", "--set", f"data.cache={run_file.parent}/cache", "--set", "data.cache_gib=1e-4"
 
 
+@prove
 def test_a_run_on_tokens_at_a_url_is_that_on_the_folder(run_file: Path, tokens: Path, uninterrupted: Path):
     run = train(run_file, *at(f"file://{tokens}", run_file))
     assert trajectory(run_file) == trajectory(uninterrupted)

@@ -20,7 +20,7 @@ from shardwright.verification import Verifier
 from tests.cost.jobs import job
 from tests.cost.test_traffic import MODELS
 from tests.distributed import run_ranks
-from tests.marks import rest_prove
+from tests.marks import prove, rest_prove
 from tests.training.bugs.bug import EXPERTS, LATENT
 from tests.training.checkpoints import hop, load_ranks, save_ranks
 from tests.training.test_compression import WIDE, sent_in_a_step
@@ -40,7 +40,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", rest_prove(LAYOUTS, "replicas", "tp"))
+@pytest.mark.parametrize("name", rest_prove(LAYOUTS, "tp"))
 def test_the_largest_elements_are_those_that_one_process_chooses(name: str, verifier: Verifier):
     layout, spec = LAYOUTS[name]
     report = verifier.parity(replace(case(layout, 3, spec=replace(WIDE, **spec)), seq_len=12), layout)
@@ -57,6 +57,7 @@ def test_a_block_sends_its_elements_and_their_places():
         assert sent == {"allgather_base": 2 * n_blocks * 4 * (4 + 1), "allreduce": 4 * others}
 
 
+@prove
 def test_a_run_goes_on_bit_for_bit(tmp_path: Path):
     layout = Layout(dp_replicate=2, tp=2, **K_4)
     straight = run_ranks(save_ranks, 4, tmp_path / "straight", layout, 2, WIDE)

@@ -38,7 +38,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", rest_prove(LAYOUTS, "dispatch", "stages"))
+@pytest.mark.parametrize("name", rest_prove(LAYOUTS, "dispatch"))
 def test_activations_in_8_bits_train_as_one_process_that_rounds_them(name: str, verifier: Verifier):
     layout, spec = LAYOUTS[name]
     accumulation = 4 if layout.pp_schedule == "dualpipe" else 3
