@@ -1,6 +1,7 @@
 """Configurations of torchtitan, DeepSpeed, Accelerate and the Hugging Face Trainer."""
 
 import json
+import re
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +54,47 @@ def llama3_70b_pipeline() -> Trainer.Config:
     config.parallelism.pipeline_parallel_degree = 4
     config.parallelism.pipeline_parallel_schedule = "Interleaved1F1B"
     return config
+'''
+IN_TOKENS = '''\
+"""Values: torchtitan's config_registry.py of llama3 and qwen3, of August 2026."""
+from torchtitan.models.qwen3 import model_registry
+
+LENGTH = 4 * 1024
+
+def base(flavor, tp=1) -> Trainer.Config:
+    compile_config = CompileConfig(enable=True, enable_async_tensor_parallel=True)
+    model_spec = model_registry(flavor, converters=[Float8LinearConverter.Config(filter_fqns=["lm_head"])])
+    return Trainer.Config(
+        loss=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(model_spec)),
+        model_spec=model_spec,
+        optimizer=default_adamw(lr=8e-5),
+        training=TrainingConfig(num_tokens_per_microbatch_per_dp_rank=2 * LENGTH, max_context_length=LENGTH),
+        parallelism=ParallelismConfig(tensor_parallel_degree=tp),
+        activation_checkpoint=FullAC.Config(),
+        compile=compile_config,
+    )
+
+def qwen3_14b_pipeline() -> Trainer.Config:
+    config = base("14B", tp=4)
+    assert config.model_spec is not None
+    config.parallelism.pipeline_parallel_degree = 2
+    config.parallelism.num_pp_microbatches = 8
+    fused(config)
+    return config
+
+def without_recomputation() -> Trainer.Config:
+    config = base("1.7B")
+    config.model_spec = replace(config.model_spec, pipelining_fn=pipeline_llm)
+    config.activation_checkpoint = None
+    return config
+
+def endless() -> Trainer.Config:
+    return endless()
+
+def conditional() -> Trainer.Config:
+    if LENGTH > 1:
+        return base("1.7B")
+    return base("4B")
 '''
 DEEPSPEED = {
     "bf16": {"enabled": "auto"},
@@ -115,6 +157,56 @@ def test_torchtitan_python_is_read_without_executing_it(tmp_path: Path) -> None:
     assert (layout.tp, layout.pp, layout.dp_shard, layout.pp_schedule) == (8, 4, 4, "interleaved-1f1b")
     with pytest.raises(InputError, match="several configurations; name one"):
         read(tmp_path, {"llama3.py": LLAMA_PYTHON})
+
+
+def test_a_batch_in_tokens_of_torchtitan_is_read_through_functions_variables_and_arithmetic(tmp_path: Path) -> None:
+    run = read(tmp_path, {"file.py": IN_TOKENS}, ":qwen3_14b_pipeline", world=64)
+    assert str(run.choice) == "tp=4,pp=2,dp_shard=8,zero=3,recompute=full,micro_batch=2"
+    described = run.described
+    assert described.model == PRESETS["qwen3-14b"]
+    assert (described.seq_len, described.global_batch, described.precision) == (4096, 8 * 8 * 2, "fp8")
+    assert described.stack.speed.hides_tp
+    assert any("fused(config) is not evaluated" in note for note in run.skipped)
+    where = {record.option: record.where.rpartition(":")[2] for record in run.records}
+    assert (where["compile.enable"], where["parallelism.num_pp_microbatches"]) == ("7", "23")
+    stated = run.system.write(described, run.choice)
+    assert {name: stated[name] for name in stated if "tokens" in name or name == "activation_checkpoint"} == {
+        "training.num_tokens_per_microbatch_per_dp_rank": 8192,
+        "training.num_tokens_per_train_step": 128 * 4096,
+        "activation_checkpoint": "FullAC",
+    }
+    assert stated["parallelism.num_pp_microbatches"] == 8
+
+
+def test_a_copy_of_a_call_and_a_section_without_value_are_read(tmp_path: Path) -> None:
+    run = read(tmp_path, {"file.py": IN_TOKENS}, ":without_recomputation", world=8)
+    assert (run.described.model, run.described.layout.recompute) == (PRESETS["qwen3-1.7b"], "none")
+
+
+@pytest.mark.parametrize(
+    ("function", "change", "said"),
+    [
+        (":endless", ("", ""), "file.py:33: functions that call each other without end"),
+        (":conditional", ("", ""), "file.py:37: a if statement would have to be executed"),
+        (
+            ":without_recomputation",
+            ("2 * LENGTH", "5000"),
+            "5,000 tokens are not a multiple of max_context_length 4,096",
+        ),
+        (":without_recomputation", ("Float8Linear", "NVFP4Linear"), "a step in nvfp4 has no price"),
+        (":without_recomputation", ('"1.7B"', '"9B"'), "the sizes of qwen3 9B are not known here"),
+        (":without_recomputation", ("models.qwen3 ", "models.kimi "), "the sizes of kimi 1.7B are not known here"),
+        (":without_recomputation", ("4 * 1024", "9 ** 9 ** 9"), "max_context_length: its value is unknown"),
+        (":without_recomputation", ("4 * 1024", "1" + " * 9" * 90), "max_context_length: its value is unknown"),
+        (":without_recomputation", ("4 * 1024", "(" * 5000 + ")" * 5000), "file.py"),
+        (":without_recomputation", ("4 * 1024", "-" * 9000 + "1"), "file.py"),
+    ],
+)
+def test_python_that_would_have_to_be_executed_is_refused(
+    tmp_path: Path, function: str, change: tuple[str, str], said: str
+) -> None:
+    with pytest.raises(InputError, match=re.escape(said)):
+        read(tmp_path, {"file.py": IN_TOKENS.replace(*change)}, function, world=8)
 
 
 def test_values_of_auto_come_from_the_training_arguments_in_any_order(tmp_path: Path) -> None:

@@ -7,14 +7,15 @@ from pathlib import Path
 from shardwright.hugging_face.files import read_sizes
 from shardwright.model.spec import ModelSpec
 from shardwright.readers.arguments import is_option, settings_of
-from shardwright.readers.documents import python_settings, toml_settings, tree_settings
+from shardwright.readers.documents import toml_settings, tree_settings
 from shardwright.readers.hugging_face import HUGGING_FACE
 from shardwright.readers.megatron import MEGATRON_LM
 from shardwright.readers.nemo import MLPERF, is_mlperf, mlperf_settings, yaml_settings, yaml_system
+from shardwright.readers.python_files import python_settings
 from shardwright.readers.shell import Shell
 from shardwright.readers.shell_values import Word
 from shardwright.readers.table import READ, Setting, System, normalised
-from shardwright.readers.torchtitan import TORCHTITAN
+from shardwright.readers.torchtitan import KINDS, TORCHTITAN
 from shardwright.system.errors import InputError
 from shardwright.system.files import read_text, reason
 
@@ -64,7 +65,8 @@ def _source(path: Path) -> tuple[System | None, ConfigurationSource | None, Mode
         return TORCHTITAN, ConfigurationSource(str(path), tuple(toml_settings(path))), None
     if suffix == ".py" or function:
         named = Path(f"{file}.py") if function else path
-        return TORCHTITAN, ConfigurationSource(str(named), tuple(python_settings(named, function or None))), None
+        python = python_settings(named, function or None, KINDS)
+        return TORCHTITAN, ConfigurationSource(str(named), python.settings, python.skipped), None
     if suffix in (".json", ".yaml", ".yml"):
         settings = tree_settings(path)
         if any(setting.option in ("model_type", "architectures") for setting in settings):

@@ -1,9 +1,11 @@
 """torchtitan: TOML files, and Python configurations of plain assignments.
 
-Source: torchtitan/config/job_config.py and config_registry.py of the models, of 2024 to 2026.
+Source: torchtitan/config/job_config.py, configs.py and config_registry.py of the models, of 2024 to August 2026. Since
+2026 a micro-batch is stated in tokens.
 """
 
 from dataclasses import replace
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -29,13 +31,20 @@ from shardwright.readers.table import (
 )
 from shardwright.system.errors import InputError, LayoutError
 
+_TOKENS = ("num_tokens_per_microbatch_per_dp_rank", "num_tokens_per_train_step", "max_context_length")
+"""Options of [training] that state batch and length in tokens, since 2026."""
 FLAVORS = {
-    "llama3": {"8b": "llama-3.1-8b", "70b": "llama-3.1-70b", "405b": "llama-3.1-405b", "1b": "llama-3.2-1b"},
-    "qwen3": {"0.6b": "qwen3-0.6b", "8b": "qwen3-8b", "32b": "qwen3-32b", "30b-a3b": "qwen3-30b-a3b"}
-    | {"235b-a22b": "qwen3-235b-a22b"},
-    "deepseek_v3": {"671b": "deepseek-v3"},
+    "llama3": {"8b": "llama-3.1-8b", "70b": "llama-3.1-70b", "405b": "llama-3.1-405b", "1b": "llama-3.2-1b"}
+    | {"3b": "llama-3.2-3b"},
+    "qwen3": {size: f"qwen3-{size}" for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b", "30b-a3b", "235b-a22b")},
+    "deepseek_v3": {"16b": "deepseek-v2-lite", "671b": "deepseek-v3"},
+    "gpt_oss": {"20b": "gpt-oss-20b", "120b": "gpt-oss-120b"},
 }
-"""Name and flavor of a model -> preset."""
+"""Name and flavor of a model -> preset. The 16B of deepseek_v3 has the sizes of DeepSeek-V2-Lite."""
+KINDS = ("activation_checkpoint", "optimizer")
+"""Sections of Python configurations whose value is the class or function that is called."""
+_MODES = {"FullAC": "full", "SelectiveAC": "selective", "none": "none"}
+"""Class of `activation_checkpoint` in Python -> mode."""
 SCHEDULES = {
     "1f1b": "1f1b",
     "gpipe": "afab",
@@ -70,7 +79,25 @@ _SECTIONS = ("parallelism", "training", "experimental")
 OPTIONS = table(
     read("model.name", "model", str, "llama3"),
     read("model.flavor", "model", str),
-    read("model_spec", "model", str, note="the flavor; the name is taken from the name of the file or function"),
+    read("model_spec", "model", str, note="the flavor; the name is that of its module, or of the file"),
+    read("model_spec.module", "model", str, note="the module of model_registry"),
+    read("model_spec.converters", "precision.fp8", list, []),
+    read("model_spec.num_mtp_layers", "model.mtp_modules", int, 0),
+    read("model_spec.tp_gemm_backend", "stack", str, note="dist_gemm: tensor-parallel messages overlap"),
+    read("compile.enable_async_tensor_parallel", "stack", bool, False, "tensor-parallel messages overlap"),
+    read("activation_checkpoint", "layout.recompute", str, note="the class in Python"),
+    read("optimizer", "optimizer.name", str, note="the function in Python"),
+    read(
+        "training.num_tokens_per_microbatch_per_dp_rank",
+        "batch.micro_batch",
+        int,
+        16384,
+        "divided by max_context_length",
+    ),
+    read("training.num_tokens_per_train_step", "batch.global_batch", int, -1, "divided by max_context_length"),
+    read("training.max_context_length", "batch.seq_len", int, 2048),
+    read("parallelism.num_pp_microbatches", "batch.global_batch", int, 1, "with a pipeline"),
+    read("parallelism.enable_sequence_parallel", "layout.sequence_parallel", bool, True),
     read("model.converters", "precision.fp8", list, []),
     read("model_converters.converters", "precision.fp8", list, []),
     read("float8.enable_float8_linear", "precision.fp8", bool, False),
@@ -100,14 +127,18 @@ OPTIONS = table(
         "optimizer.eps optimizer.beta1 optimizer.beta2 optimizer.weight_decay model.tokenizer_path "
         "model.hf_assets_path hf_assets_path model.print_after_conversion model.norm_type optimizer.fused "
         "optimizer.implementation float8.filter_fqns parallelism.disable_loss_parallel debug.seed "
-        "activation_checkpoint.early_stop",
+        "activation_checkpoint.early_stop activation_checkpoint.preserve_rng_state "
+        "parallelism.spmd_backend parallelism.context_parallel_ptrr_mask_key compile.backend dump_folder",
     ),
     without_counterpart(
         "its effect on time and memory is not priced",
         "optimizer.early_step_in_backward float8.enable_fsdp_float8_all_gather compile.components "
         "float8.precompute_float8_dynamic_scale_for_fsdp parallelism.pipeline_parallel_split_points "
         "experimental.pipeline_parallel_split_points parallelism.module_fqns_per_model_part "
-        "parallelism.pipeline_parallel_schedule_csv parallelism.enable_compiled_autograd",
+        "parallelism.pipeline_parallel_schedule_csv parallelism.enable_compiled_autograd training.dtype "
+        "parallelism.pipeline_parallel_first_stage_less_layers parallelism.pipeline_parallel_last_stage_less_layers "
+        "parallelism.enable_fsdp_symm_mem parallelism.context_parallel_load_balancer model_spec.moe_comm_backend "
+        "model_spec.non_blocking_capacity_factor model_spec.attn_backend training.disable_cuda_graphs",
     ),
 )
 FAMILIES = tuple(
@@ -116,11 +147,12 @@ FAMILIES = tuple(
         (
             "logging and profiling are not counted",
             NO_EFFECT,
-            "metrics. profiling. job. debug. comm. memory_estimation.",
+            "metrics. profiling. profiler. job. debug. comm. memory_estimation.",
         ),
         ("checkpoints are not part of a step", NO_EFFECT, "checkpoint. fault_tolerance."),
         ("the learning rate does not change time or memory", NO_EFFECT, "lr_scheduler. optimizer."),
-        ("evaluation and data are not part of a step", NO_EFFECT, "validation. validator. dataloader."),
+        ("the loss is a cross entropy over the vocabulary", NO_EFFECT, "loss."),
+        ("evaluation and data are not part of a step", NO_EFFECT, "validation. validator. dataloader. tokenizer."),
         ("its effect on time and memory is not priced", NO_COUNTERPART, "float8. mx. experimental. quantize."),
     )
     for prefix in prefixes.split()
@@ -140,7 +172,7 @@ def _model(values: Values) -> ModelSpec:
         return values.given_model
     flavor, name = values["model.flavor"] or values["model_spec"], str(values["model.name"])
     if not values.given("model.name"):
-        name = next((each for each in FLAVORS if each in values.source.lower()), name)
+        name = _model_name(values) or name
     known = FLAVORS.get(name, {})
     preset = known.get(str(flavor).lower())
     if flavor is None:
@@ -149,37 +181,78 @@ def _model(values: Values) -> ModelSpec:
         some = ", ".join(f"{model} {size}" for model, sizes in FLAVORS.items() for size in sizes)
         name_of = "model.flavor" if values.given("model.flavor") else "model_spec"
         values.wrong(name_of, f"the sizes of {name} {flavor} are not known here ({some}); give --model config.json")
-    return PRESETS[preset or "debug"]
+    return replace(PRESETS[preset or "debug"], mtp_modules=values["model_spec.num_mtp_layers"])
+
+
+def _model_name(values: Values) -> str | None:
+    """Return the name of the model: the module that registers it, or the first known name in the path of the file."""
+    module = values["model_spec.module"] or ""
+    if module.startswith("."):  # config_registry.py of a package of torchtitan.models
+        folder = PurePath(values.source).parent
+        module = folder.name if folder.parent.name == "models" else ""
+    if module:
+        return module.rpartition(".")[2] if module.rpartition(".")[2] != "config_registry" else module.split(".")[-2]
+    return next((each for each in FLAVORS if each in values.source.lower()), None)
 
 
 def describe(values: Values) -> DescribedRun:
     """Return the run that the options describe. Raises InputError with every problem."""
-    model, seq_len = _model(values), values["training.seq_len"]
-    world = values.world_size
+    model, world = _model(values), values.world_size
     if world is None:
         values.problems.append(f"{values.source}: torchrun sets the number of ranks; give --cluster, such as h100:64")
     settings = _degrees(values, world or 1, model)
-    local = values["training.batch_size"] or values["training.local_batch_size"]
-    data_ranks = settings["dp_replicate"] * settings["dp_shard"]
-    micro_batch, global_batch = local, values["training.global_batch_size"]
-    if global_batch is None or global_batch < 0:
-        global_batch = local * data_ranks
-    if settings["pp"] > 1:
-        micro_batch = _parallel(values, "pipeline_parallel_microbatch_size")
+    seq_len, micro_batch, global_batch = _batch(values, settings["dp_replicate"] * settings["dp_shard"], settings["pp"])
+    precision = _precision(values)
     if values.problems:
         raise InputError(*values.problems)
     try:
         layout = Layout(**settings)
     except LayoutError as error:
         raise InputError(*(f"{values.source}: {problem}" for problem in error.problems)) from None
-    names = {"adamw": "adamw", "adam": "adamw", "muon": "muon"}
-    optimizer = names.get(values["optimizer.name"].lower(), "adamw")
-    if values["optimizer.name"].lower() not in names:
-        values.changes["optimizer.name"] = "has no counterpart; priced as adamw"
+    optimizer = _optimizer(values)
     return DescribedRun(
-        *(model, seq_len, global_batch, layout, micro_batch, _precision(values), _stack(values), world or 1),
+        *(model, seq_len, global_batch, layout, micro_batch, precision, _stack(values), world or 1),
         optimizer=optimizer,
     )
+
+
+def _in_tokens(values: Values) -> bool:
+    """Return whether the configuration is of a version that states batches in tokens."""
+    return any(values.given(f"training.{name}") for name in _TOKENS)
+
+
+def _batch(values: Values, data_ranks: int, pp: int) -> tuple[int, int, int]:
+    """Return the length of sequences, the micro-batch and the global batch, in sequences. A version states them in
+    tokens, or in sequences."""
+    if not _in_tokens(values):
+        seq_len = values["training.seq_len"]
+        micro_batch = local = values["training.batch_size"] or values["training.local_batch_size"]
+        if pp > 1:
+            micro_batch = _parallel(values, "pipeline_parallel_microbatch_size")
+        stated = values["training.global_batch_size"]
+        return seq_len, micro_batch, local * data_ranks if stated is None or stated < 0 else stated
+    micro_tokens, step_tokens, seq_len = (values[f"training.{name}"] for name in _TOKENS)
+    micro_batches = values["parallelism.num_pp_microbatches"] if pp > 1 else 1
+    if step_tokens is None or step_tokens < 0:
+        step_tokens = micro_tokens * micro_batches * data_ranks
+    for name, tokens in zip(_TOKENS[:2], (micro_tokens, step_tokens), strict=True):
+        if seq_len < 1 or tokens % seq_len:
+            values.wrong(f"training.{name}", f"{tokens:,} tokens are not a multiple of max_context_length {seq_len:,}")
+            return 1, 1, data_ranks
+    return seq_len, micro_tokens // seq_len, step_tokens // seq_len
+
+
+def _optimizer(values: Values) -> str:
+    """Return the optimizer, of `optimizer.name` or of the function in Python, such as `default_adamw`."""
+    option = "optimizer.name" if values.given("optimizer.name") or values["optimizer"] is None else "optimizer"
+    name = str(values[option]).lower()
+    if option == "optimizer.name":
+        known = {"adamw": "adamw", "adam": "adamw", "muon": "muon"}.get(name)
+    else:
+        known = "muon" if "muon" in name else "adamw" if "adam" in name or "container" in name else None
+    if known is None:
+        values.changes[option] = "has no counterpart; priced as adamw"
+    return known or "adamw"
 
 
 def _degrees(values: Values, world: int, model: ModelSpec) -> dict[str, Any]:
@@ -207,6 +280,8 @@ def _degrees(values: Values, world: int, model: ModelSpec) -> dict[str, Any]:
     if values["training.enable_cpu_offload"]:
         result |= {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
     pipeline = _pipeline(values, pp, model)
+    if tp > 1 and not values["parallelism.enable_sequence_parallel"]:
+        result["sequence_parallel"] = False
     stages = Layout(pp=max(pp, 1), **pipeline).n_stages
     return result | pipeline | _recompute(values, model, stages)
 
@@ -229,7 +304,10 @@ def _pipeline(values: Values, pp: int, model: ModelSpec) -> dict[str, Any]:
 
 def _recompute(values: Values, model: ModelSpec, stages: int) -> dict[str, Any]:
     """Return the recomputation; `recompute_layers` counts the layers of each of the `stages`."""
-    mode = values["activation_checkpoint.mode"]
+    kind = values["activation_checkpoint"]
+    mode = _MODES.get(kind, values["activation_checkpoint.mode"])
+    if kind is not None and kind not in _MODES and not values.given("activation_checkpoint.mode"):
+        values.changes["activation_checkpoint"] = f"has no counterpart; priced as {mode}"
     if mode != "selective":
         return {"recompute": mode}
     every = values["activation_checkpoint.selective_ac_option"]
@@ -243,7 +321,10 @@ def _recompute(values: Values, model: ModelSpec, stages: int) -> dict[str, Any]:
 
 
 def _precision(values: Values) -> str:
-    converters = " ".join([*values["model.converters"], *values["model_converters.converters"]]).lower()
+    places = ("model.converters", "model_converters.converters", "model_spec.converters")
+    converters = " ".join(each for place in places for each in values[place]).lower()
+    if "nvfp4" in converters:
+        values.wrong("model_spec.converters", "a step in nvfp4 has no price; supported: Float8, MXFP8")
     if "mx" in converters:
         return "mxfp8"
     if "float8" in converters or values["float8.enable_float8_linear"]:
@@ -254,7 +335,11 @@ def _precision(values: Values) -> str:
 
 def _stack(values: Values) -> Stack:
     stack = FSDP_COMPILED_LOSS if values["training.compile"] or values["compile.enable"] else FSDP
-    overlaps = bool(_parallel(values, "enable_async_tensor_parallel"))
+    overlaps = bool(
+        _parallel(values, "enable_async_tensor_parallel")
+        or values["compile.enable_async_tensor_parallel"]
+        or values["model_spec.tp_gemm_backend"] == "dist_gemm"
+    )
     speed = replace(stack.speed, flash_gain=FLASH_2, hides_tp=overlaps)
     if values["training.mixed_precision_reduce"] == "bfloat16":
         stack, speed = replace(stack, reduced_bytes=2.0), replace(speed, reduce_bytes=2.0)
@@ -300,6 +385,19 @@ def write(described: DescribedRun, choice: Choice) -> dict[str, Any]:
         f"{part}context_parallel_degree": layout.cp,
         f"{part}context_parallel_rotate_method": _rotates(layout),
         f"{part}expert_parallel_degree": layout.ep if described.model.moe else None,
+    }
+    if any(f"training.{name}" in described.stated for name in _TOKENS):
+        micro_batches = described.global_batch // layout.data_ranks // choice.micro_batch
+        modes = {mode: name for name, mode in _MODES.items()}
+        return options | {
+            f"training.{_TOKENS[0]}": choice.micro_batch * described.seq_len,
+            f"training.{_TOKENS[1]}": described.global_batch * described.seq_len,
+            f"{part}pipeline_parallel_microbatch_size": None,
+            f"{part}context_parallel_rotate_method": None,
+            f"{part}num_pp_microbatches": micro_batches if layout.pp > 1 else None,
+            "activation_checkpoint": modes[layout.recompute],
+        }
+    options |= {
         "training.local_batch_size": local,
         "training.global_batch_size": described.global_batch,
         "activation_checkpoint.mode": layout.recompute,

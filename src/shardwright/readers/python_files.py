@@ -1,0 +1,306 @@
+"""Settings of a Python configuration, such as torchtitan's config_registry.py. The file is parsed; nothing in it runs.
+
+Assignments, calls with their arguments, functions of the same file, and arithmetic on numbers are followed. A call of
+anything else is data: its name and its arguments.
+"""
+
+import ast
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwright.readers.documents import DEEPEST, MOST_SETTINGS, text_of
+from shardwright.readers.table import Setting
+from shardwright.system.errors import InputError
+
+_OPERATORS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+}
+_LARGEST = 1e18
+"""Bound of the numbers in arithmetic."""
+_MOST_CALLS = 500
+"""Bound of the calls of the file's own functions."""
+_COPIES = ("replace", "dataclasses.replace", "deepcopy", "copy.deepcopy", "copy.copy")
+"""Calls that return their first argument, with keywords as changes."""
+
+
+@dataclass
+class PythonCall:
+    """A call that is not followed: its function as written, its arguments, the module that it is imported from."""
+
+    function: str
+    where: str
+    arguments: list[Any] = field(default_factory=list)
+    keywords: dict[str, Any] = field(default_factory=dict)
+    module: str = ""
+
+    def copy(self) -> "PythonCall":
+        keywords = {name: _copied(value) for name, value in self.keywords.items()}
+        return PythonCall(self.function, self.where, list(self.arguments), keywords, self.module)
+
+
+@dataclass(frozen=True)
+class _Unknown:
+    """A value that would have to be computed."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A value with the line that states it."""
+
+    value: Any
+    where: str
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, _Placed):
+        return _Placed(_copied(value.value), value.where)
+    return value.copy() if isinstance(value, PythonCall) else value
+
+
+@dataclass(frozen=True)
+class PythonSettings:
+    """The settings of a configuration. `skipped`: statements that were not evaluated, with their lines."""
+
+    settings: tuple[Setting, ...]
+    skipped: tuple[str, ...]
+
+
+def python_settings(path: Path, function: str | None, kinds: Collection[str] = ()) -> PythonSettings:
+    """Return the settings of a function that returns a call with keywords, such as
+    `Trainer.Config(parallelism=ParallelismConfig(...))`, or of the module's assignments. Raises InputError with the
+    line.
+
+    A keyword is a setting `section.name`; a first argument of a call is the value of its name. `kinds`: sections whose
+    value is the name of the class or function that is called, such as `FullAC` of `FullAC.Config()`. A call
+    `model_registry(...)` also has the setting `NAME.module`, the module that the function is imported from.
+    """
+    text = text_of(path)
+    try:
+        module = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise InputError(f"{path}:{getattr(error, 'lineno', 1)}: not Python, or truncated: {error}") from None
+    try:
+        return _PythonFile(path, module, kinds).settings(function)
+    except RecursionError:
+        raise InputError(f"{path}: expressions nested too deep to be read") from None
+
+
+class _PythonFile:
+    """The functions and imports of a Python file."""
+
+    def __init__(self, path: Path, module: ast.Module, kinds: Collection[str]) -> None:
+        self.path, self.module, self.kinds = path, module, kinds
+        self.functions = {each.name: each for each in module.body if isinstance(each, ast.FunctionDef)}
+        self.modules = {
+            name.asname or name.name: "." * each.level + (each.module or "")
+            for each in ast.walk(module)
+            if isinstance(each, ast.ImportFrom)
+            for name in each.names
+        }
+        self.constants: dict[str, Any] = {}
+        self.skipped: list[str] = []
+        self.calls = 0
+
+    def settings(self, function: str | None) -> PythonSettings:
+        """Return the settings of a function, or of the module if it has none."""
+        public = {name for name in self.functions if not name.startswith("_")} or set(self.functions)
+        if function is None and len(public) > 1:
+            names = ", ".join(name for name in self.functions if name in public)
+            raise InputError(f"{self.path}: it has several configurations; name one: {self.path}:NAME, of {names}")
+        if function is not None and function not in self.functions:
+            raise InputError(f"{self.path}: no function {function}; it has {', '.join(self.functions) or 'none'}")
+        assigned = [each for each in self.module.body if isinstance(each, ast.Assign | ast.AnnAssign)]
+        name = function or next(iter(public), None)
+        if name is None:
+            scope = self._scope_after(self.module.body)
+            found = [each for key, value in scope.items() for each in self._of_root(key, value)]
+        else:
+            self.constants = self._scope_after(assigned)
+            result = self._run(self.functions[name], {}, DEEPEST)
+            if not isinstance(result, PythonCall):
+                raise InputError(f"{self.path}:{self.functions[name].lineno}: {name} returns no configuration")
+            found = list(self._of_root("", result))
+        if len(found) > MOST_SETTINGS:
+            raise InputError(f"{self.path}: more than {MOST_SETTINGS:,} values; a configuration has fewer")
+        return PythonSettings(tuple({each.option: each for each in found}.values()), tuple(self.skipped))
+
+    def _scope_after(self, body: list[Any]) -> dict[str, Any]:
+        scope: dict[str, Any] = {}
+        self._body(body, scope, DEEPEST)
+        return scope
+
+    def _run(self, function: ast.FunctionDef, scope: dict[str, Any], depth: int) -> Any:
+        """Return what a function of the file returns; `scope`: its arguments."""
+        self.calls += 1
+        if depth <= 0 or self.calls > _MOST_CALLS:
+            raise InputError(f"{self.path}:{function.lineno}: functions that call each other without end")
+        return self._body(function.body, scope, depth - 1)
+
+    def _body(self, body: list[Any], scope: dict[str, Any], depth: int) -> Any:
+        for statement in body:
+            if isinstance(statement, ast.Return):
+                return None if statement.value is None else self._value(statement.value, scope, depth)
+            if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+                self._assign(statement.targets[0], self._value(statement.value, scope, depth), scope, statement.lineno)
+            elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
+                self._assign(statement.target, self._value(statement.value, scope, depth), scope, statement.lineno)
+            elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+                self._statement_call(statement.value, scope, depth)
+            elif not isinstance(
+                statement,
+                ast.Expr | ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef | ast.Assert | ast.Pass,
+            ):
+                what = type(statement).__name__.lower()
+                raise InputError(
+                    f"{self.path}:{statement.lineno}: a {what} statement would have to be executed; supported: "
+                    f"assignments, calls of functions of the file, and one returned call"
+                )
+        return None
+
+    def _statement_call(self, node: ast.Call, scope: dict[str, Any], depth: int) -> None:
+        """Follow a call whose value is not used; what cannot be followed is named."""
+        if isinstance(node.func, ast.Name) and (function := self.functions.get(node.func.id)):
+            try:
+                self._run(function, self._bound(function, node, scope, depth), depth)
+                return
+            except InputError as error:
+                reasons = "; ".join(error.problems)
+                self.skipped.append(f"{self._where(node)}: {ast.unparse(node)[:60]} is not evaluated ({reasons})")
+                return
+        self.skipped.append(f"{self._where(node)}: {ast.unparse(node)[:60]} is not evaluated")
+
+    def _where(self, node: ast.expr) -> str:
+        return f"{self.path}:{node.lineno}"
+
+    def _assign(self, target: ast.expr, value: Any, scope: dict[str, Any], line: int) -> None:
+        *sections, name = ast.unparse(target).split(".")
+        placed = value if isinstance(value, _Placed) else _Placed(value, f"{self.path}:{line}")
+        if not sections:
+            scope[name] = placed.value if isinstance(placed.value, PythonCall) else placed
+            return
+        holder = scope.setdefault(sections[0], PythonCall("", placed.where))
+        for section in sections[1:]:
+            holder = _plain(holder)
+            if not isinstance(holder, PythonCall):
+                break
+            inner = _plain(holder.keywords.get(section))
+            if not isinstance(inner, PythonCall):
+                inner = holder.keywords[section] = PythonCall("", placed.where)
+            holder = inner
+        holder = _plain(holder)
+        if isinstance(holder, PythonCall):
+            holder.keywords[name] = placed
+
+    def _value(self, node: ast.expr, scope: dict[str, Any], depth: int) -> Any:
+        """Return the value of an expression: a constant, a list, a call as data, or an unknown value."""
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.List | ast.Tuple):
+            return [_plain(self._value(each, scope, depth)) for each in node.elts]
+        if isinstance(node, ast.Name):
+            return scope.get(node.id, self.constants.get(node.id, _Unknown(node.id)))
+        if isinstance(node, ast.Attribute):
+            base = _plain(self._value(node.value, scope, depth))
+            held = base.keywords.get(node.attr) if isinstance(base, PythonCall) else None
+            return _Unknown(ast.unparse(node)) if held is None else held
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            operand = _plain(self._value(node.operand, scope, depth))
+            return -operand if _is_number(operand) else _Unknown(ast.unparse(node))
+        if isinstance(node, ast.BinOp):
+            left, right = (_plain(self._value(each, scope, depth)) for each in (node.left, node.right))
+            apply = _OPERATORS.get(type(node.op))
+            if apply and _is_number(left) and _is_number(right) and (right or not isinstance(node.op, ast.Div)):
+                try:
+                    return apply(left, right)
+                except (ArithmeticError, ValueError):
+                    pass
+            return _Unknown(ast.unparse(node))
+        return self._call(node, scope, depth) if isinstance(node, ast.Call) else _Unknown(ast.unparse(node))
+
+    def _call(self, node: ast.Call, scope: dict[str, Any], depth: int) -> Any:
+        name = ast.unparse(node.func)
+        if function := self.functions.get(name):
+            return self._run(function, self._bound(function, node, scope, depth), depth)
+        arguments = [self._value(each, scope, depth) for each in node.args]
+        keywords = {
+            each.arg: _placed(self._value(each.value, scope, depth), self._where(each.value))
+            for each in node.keywords
+            if each.arg
+        }
+        if name in _COPIES and arguments and isinstance(base := _plain(arguments[0]), PythonCall):
+            result = base.copy()
+            result.keywords |= keywords
+            return result
+        return PythonCall(name, self._where(node), arguments, keywords, self.modules.get(name, ""))
+
+    def _bound(self, function: ast.FunctionDef, node: ast.Call, scope: dict[str, Any], depth: int) -> dict[str, Any]:
+        """Return the arguments of a call by the names of the function's parameters."""
+        arguments = function.args
+        positional = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
+        names = [*positional, *(each.arg for each in arguments.kwonlyargs)]
+        bound = dict.fromkeys(names, _Unknown("an argument"))
+        for name, default in zip(positional[::-1], arguments.defaults[::-1], strict=False):
+            bound[name] = self._value(default, {}, depth)
+        for each, given in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+            if given is not None:
+                bound[each.arg] = self._value(given, {}, depth)
+        bound |= dict(zip(positional, (self._value(each, scope, depth) for each in node.args), strict=False))
+        return bound | {each.arg: self._value(each.value, scope, depth) for each in node.keywords if each.arg}
+
+    def _of_root(self, name: str, value: Any) -> Iterator[Setting]:
+        """Yield the settings of the configuration itself, whose keywords are the sections."""
+        plain = _plain(value)
+        if isinstance(plain, PythonCall) and plain.keywords:
+            for key, inner in plain.keywords.items():
+                yield from self._flat(key, inner, plain.where, DEEPEST)
+        elif name:
+            yield from self._flat(name, value, str(self.path), DEEPEST)
+
+    def _flat(self, name: str, value: Any, where: str, depth: int) -> Iterator[Setting]:
+        if isinstance(value, _Placed):
+            value, where = value.value, value.where
+        if depth <= 0:
+            raise InputError(f"{where}: nested more than {DEEPEST} deep")
+        if isinstance(value, _Unknown):
+            yield Setting(name, "", where, f"{where}: {value.text[:60]} would have to be executed")
+        elif isinstance(value, PythonCall):
+            first = next((_plain(each) for each in value.arguments), None)
+            if isinstance(first, str | int | float):
+                yield Setting(name, first, value.where)
+            elif name in self.kinds:
+                yield Setting(name, value.function.removesuffix(".Config"), value.where)
+            if value.function == "model_registry":
+                yield Setting(f"{name}.module", value.module, value.where)
+            for key, inner in value.keywords.items():
+                yield from self._flat(f"{name}.{key}", inner, value.where, depth - 1)
+        elif isinstance(value, list):
+            yield Setting(
+                name, [each.function if isinstance(each, PythonCall) else _text(each) for each in value], where
+            )
+        else:
+            yield Setting(name, "none" if value is None and name in self.kinds else value, where)
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, _Placed) else value
+
+
+def _placed(value: Any, where: str) -> _Placed:
+    return value if isinstance(value, _Placed) else _Placed(value, where)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
+
+
+def _text(value: Any) -> str:
+    return value.text if isinstance(value, _Unknown) else str(value)
