@@ -32,7 +32,8 @@ PAGES: dict[str, tuple[str, System, str, str]] = {
         "Megatron-LM",
         MEGATRON_LM,
         f"plan --from {EXAMPLES}/megatron_llama3_8b.sh --cluster h100:16",
-        "A shell script with the usual variables, or a file with the arguments alone. The script is parsed: "
+        "A shell script with the usual variables, a file with the arguments alone, or YAML with the arguments in "
+        "`MODEL_ARGS`. In a script without a command the options in its variables are taken. The script is parsed: "
         "assignments, arrays, `${NAME}` and `${NAME:-default}`, arithmetic, `if` and `case` with known "
         "conditions, `eval` of a known text, and sourced files next to the script. Loops, functions and the output of "
         "programs are not evaluated; an option whose value depends on them is refused with its line.",
@@ -53,8 +54,10 @@ PAGES: dict[str, tuple[str, System, str, str]] = {
         "torchtitan",
         TORCHTITAN,
         f"plan --from {EXAMPLES}/torchtitan_llama3_70b.toml --cluster h100:64",
-        "A TOML file, or a Python configuration of plain assignments and returned calls: `--from config_registry.py` "
-        "with one function, `--from config_registry.py:llama3_70b` with several. Python is parsed and not executed. "
+        "A TOML file, or a Python configuration: `--from config_registry.py` with one function, `--from "
+        "config_registry.py:llama3_70b` with several. Python is parsed and not executed: assignments, functions of the "
+        "file, arguments and arithmetic on numbers are followed. A call whose result is not used is named as not "
+        "evaluated; a loop or a condition is refused with its line. Since 2026 torchtitan states batches in tokens. "
         "torchrun sets the number of ranks, so `--cluster` gives it. A flavor whose sizes are not known here needs "
         "`--model config.json`.",
     ),

@@ -78,7 +78,16 @@ def tree_settings(path: Path) -> list[Setting]:
 def _of_node(node: yaml.MappingNode, prefix: str, path: Path, depth: int) -> Iterator[Setting]:
     if depth > DEEPEST:
         raise InputError(f"{path}: nested more than {DEEPEST} deep")
+    own = {key.value for key, _ in node.value}
     for key, value in node.value:
+        if key.value == "<<":  # the keys of another mapping, which those of this one replace
+            merged = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            for each in merged:
+                if isinstance(each, yaml.MappingNode):
+                    rest = [pair for pair in each.value if pair[0].value not in own]
+                    inherited = yaml.MappingNode(each.tag, rest, each.start_mark, each.end_mark)
+                    yield from _of_node(inherited, prefix, path, depth + 1)
+            continue
         name, where = f"{prefix}{key.value}", f"{path}:{key.start_mark.line + 1}"
         if isinstance(value, yaml.MappingNode) and value.value:
             yield from _of_node(value, f"{name}.", path, depth + 1)

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from shardwright.layout.key import MOST_LAYERS
+from shardwright.model.linear_sizes import LinearAttentionSpec
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
 from shardwright.model.sizes import Norm
 from shardwright.model.spec import ModelSpec
@@ -21,6 +22,8 @@ TOKENS = {
     r"qwen3|qwen2\.?5": 151936,
     r"deepseek-?v[23]|DeepSeekV2Tokenizer": 129280,
     r"Llama3Tokenizer": 128256,
+    r"multiMixV8\S*128k": 131072,
+    r"nemotron_2_256k": 256000,
 }
 """Pattern of a tokenizer's type or name -> its number of tokens, from the config.json of its model."""
 
@@ -34,13 +37,17 @@ def model_of(values: Values, seq_len: int) -> ModelSpec:
         raise InputError(f"{values.source}: num_layers {n_layers}: valid: at most {MOST_LAYERS}")
     width, heads = values.needed("hidden_size"), values.needed("num_attention_heads")
     latent = _latent(values)
+    _refuse_mamba(values)
     d_ffn = values["ffn_hidden_size"] or (int(4 * width * 2 / 3) // 64 * 64 if values["swiglu"] else 4 * width)
     head_dim = values["kv_channels"] or max(width // max(heads, 1), 1)
     groups = values["num_query_groups"] if _grouped(values) else heads
-    positions = _positions(values)
+    positions = "rope" if latent else _positions(values)
     most = values["max_position_embeddings"] or seq_len
     norm: Norm = "rmsnorm" if values["normalization"] == "RMSNorm" else "layernorm"
     biased = values["add_bias_linear"]
+    biased = bool(biased if biased is not None else not values["disable_bias_linear"])
+    experts = _experts(values, n_layers, d_ffn, biased)
+    plain = experts is None and latent is None
     tied = values["share_embeddings_and_output_weights"]
     return ModelSpec(
         n_layers=n_layers,
@@ -56,18 +63,25 @@ def model_of(values: Values, seq_len: int) -> ModelSpec:
         norm_offset=(values["apply_layernorm_1p"] or values["layernorm_zero_centered_gamma"]) and norm == "rmsnorm",
         activation=_activation(values),
         positions=positions,
+        rope_fraction=values["rotary_percent"] if positions == "rope" and latent is None else 1.0,
         rope_theta=values["rotary_base"],
         rope_scaling=_scaling(values, positions),
         qk_norm=values["qk_layernorm"] and latent is None,
-        bias=biased if biased is not None else not values["disable_bias_linear"],
-        qkv_bias=values["add_qkv_bias"] and bool(values["disable_bias_linear"] or biased is False),
+        bias=biased and plain,
+        qkv_bias=(values["add_qkv_bias"] and not biased) or (biased and latent is None and not plain),
+        o_bias=biased and latent is None and not plain,
         tied_embedding=tied if tied is not None else not values["untie_embeddings_and_output_weights"],
         dropout=values["hidden_dropout"],
-        moe=_experts(values, n_layers, d_ffn),
+        moe=experts,
         latent_attention=latent,
         mtp_modules=values["mtp_num_layers"] or 0,
         mtp_weight=values["mtp_loss_scaling_factor"],
         init_std=values["init_method_std"],
+        attention_sinks=values["softmax_type"] == "learnable",
+        attention_gate=values["attention_output_gate"] and latent is None,
+        linear_attention=_linear_attention(values, n_layers),
+        **_windows(values, n_layers),
+        **_without_rope(values, n_layers),
     )
 
 
@@ -80,23 +94,28 @@ def _grouped(values: Values) -> bool:
     return bool(values["group_query_attention"])
 
 
+_FUNCTIONS = {"swiglu": "silu", "squared_relu": "relu2", "openai_gelu": "gelu", "quick_geglu": "gelu"}
+"""Option -> its function; other options say whether there is a gate."""
+
+
 def _activation(values: Values) -> Any:
-    chosen = {
-        "swiglu": "swiglu",
-        "gated_linear_unit": "swiglu",
-        "squared_relu": "relu2",
-        "openai_gelu": "gelu_tanh",
-        "quick_geglu": "geglu_tanh",
-    }
-    given = [name for name in chosen if values[name]]
-    if len({chosen[name] for name in given}) > 1:
+    if values["quick_geglu"] and (values["activation_func_clamp_value"] or values["glu_linear_offset"]):
+        return "swiglu_clamped"
+    given = [name for name in _FUNCTIONS if values[name]]
+    if len({_FUNCTIONS[name] for name in given}) > 1:
         values.wrong(given[-1], f"contradicts {values.spelled(given[0])}; leave one out")
-    return chosen[given[0]] if given else "gelu"
+    gated = bool(values["gated_linear_unit"])
+    function = _FUNCTIONS[given[0]] if given else "silu" if gated else ""
+    if function == "gelu":
+        return "geglu_tanh" if gated or values["quick_geglu"] else "gelu_tanh"
+    if function == "relu2" and gated:
+        values.wrong("squared_relu", f"contradicts {values.spelled('gated_linear_unit')}; leave one out")
+    return {"silu": "swiglu", "relu2": "relu2"}.get(function, "gelu")
 
 
 def _positions(values: Values) -> Any:
     kind = values["position_embedding_type"]
-    if values["use_rotary_position_embeddings"] or kind in ("rope", "yarn"):
+    if values["use_rotary_position_embeddings"] or values["enable_gpt_oss"] or kind in ("rope", "yarn"):
         return "rope"
     if kind == "relative":
         values.wrong("position_embedding_type", "a bias of scores by distance has no price; supported: rope, yarn, "
@@ -150,16 +169,17 @@ def _latent(values: Values) -> LatentAttentionSpec | None:
     )
 
 
-def _experts(values: Values, n_layers: int, d_ffn: int) -> MoESpec | None:
+def _experts(values: Values, n_layers: int, d_ffn: int, biased: bool) -> MoESpec | None:
     count = values["num_experts"] or values["num_moe_experts"]
     if not count:
         return None
     width = max(values["moe_ffn_hidden_size"] or d_ffn, 1)
-    shared, rest = divmod(values["moe_shared_expert_intermediate_size"] or 0, width)
+    shared_width = values["moe_shared_expert_intermediate_size"] or 0
+    shared, rest = divmod(shared_width, width)
     if rest:
-        values.wrong("moe_shared_expert_intermediate_size", f"not a multiple of an expert's width, {width}")
+        shared = 1
     scope = values["moe_router_load_balancing_type"][0]
-    biased = values["moe_router_enable_expert_bias"]
+    balanced = values["moe_router_enable_expert_bias"]
     score = values["moe_router_score_function"]
     if score == "sqrtsoftplus":
         values.changes["moe_router_score_function"] = "priced as sigmoid"
@@ -169,18 +189,21 @@ def _experts(values: Values, n_layers: int, d_ffn: int) -> MoESpec | None:
         top_k=values["moe_router_topk"],
         d_ffn=width,
         n_shared=shared,
-        first_dense=_first_dense(values, n_layers),
+        d_shared=shared_width if rest else 0,
+        bias=biased,
+        **_dense_layers(values, n_layers),
         score=score,
         normalise=values["moe_router_topk"] > 1,
         weight_scale=values["moe_router_topk_scaling_factor"] or 1.0,
         n_groups=values["moe_router_num_groups"] or 1,
         groups_per_token=values["moe_router_group_topk"] or 1,
         capacity_factor=max(values["moe_expert_capacity_factor"] or 0.0, 0.0),
-        bias_rate=values["moe_router_bias_update_rate"] if biased else 0.0,
+        bias_rate=values["moe_router_bias_update_rate"] if balanced else 0.0,
         aux_loss=_number(values["moe_aux_loss_coeff"][0]) if scope not in ("none", "sinkhorn", "quantile") else 0.0,
         aux_scope="sequence" if scope == "seq_aux_loss" else "batch",
         z_loss=values["moe_z_loss_coeff"] or 0.0,
         force_balance=bool(values["moe_router_force_load_balancing"]),
+        shared_gate=bool(values["moe_shared_expert_gate"] and shared),
     )
 
 
@@ -191,26 +214,99 @@ def _number(text: str) -> float:
         return 0.0
 
 
-def _first_dense(values: Values, n_layers: int) -> int:
-    """Return how many first layers have no experts. `moe_layer_freq` is a number, or a list such as
-    ([0]*3+[1]*58)."""
-    text = str(values["moe_layer_freq"])
+def _dense_layers(values: Values, n_layers: int) -> dict[str, Any]:
+    """Return the keys of the layers without experts. `moe_layer_freq` is a number n, for experts in layers 0, n, 2 n
+    and so on, or a list such as ([0]*3+[1]*58)."""
+    pattern = _by_layer(values, "moe_layer_freq", n_layers)
+    if pattern is None or pattern == 1:
+        return {}
+    if isinstance(pattern, int):
+        pattern = [int(layer % pattern == 0) for layer in range(n_layers)]
+    if 1 not in pattern:
+        values.wrong("moe_layer_freq", "no layer has experts; leave --num-experts out")
+        return {}
+    dense = [layer for layer, has_experts in enumerate(pattern) if not has_experts]
+    first = pattern.index(1)
+    interval = pattern.index(1) + 1
+    if interval > 1 and pattern == [int((layer + 1) % interval == 0) for layer in range(n_layers)]:
+        return {"interval": interval}
+    return {"first_dense": first, "dense_layers": tuple(layer for layer in dense if layer > first)}
+
+
+def _refuse_mamba(values: Values) -> None:
+    """Add a problem for layers of Mamba: the rest of the model would be priced as if they were attention."""
+    for name in ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model"):
+        if values[name] and ("M" in str(values[name]) or values[name] is True):
+            values.wrong(name, "layers of Mamba have no price; supported: layers of attention, and of gated_delta_net")
+
+
+def _windows(values: Values, n_layers: int) -> dict[str, Any]:
+    """Return the keys of attention within windows: the size, and which layers have none."""
+    sizes = [part for text in values["window_size"] for part in text.strip("()[]").replace(",", " ").split()]
+    if not sizes:
+        return {}
+    if not re.fullmatch(r"\d{1,9}", sizes[0]):
+        values.wrong("window_size", "not the tokens before and after, such as 127,0")
+        return {}
+    full = _by_layer(values, "window_attn_skip_freq", n_layers)
+    more: dict[str, Any] = {}
+    if isinstance(full, int):
+        more = {"global_interval": full}
+    elif full is not None:
+        more = {"global_layers": tuple(layer for layer, windowed in enumerate(full) if not windowed)}
+    return {"window": int(sizes[0]) + 1} | more
+
+
+def _without_rope(values: Values, n_layers: int) -> dict[str, Any]:
+    pattern = _by_layer(values, "no_rope_freq", n_layers)
+    if pattern is None:
+        return {}
+    if isinstance(pattern, int):
+        return {"nope_interval": pattern}
+    return {"nope_layers": tuple(layer for layer, without in enumerate(pattern) if without)}
+
+
+def _linear_attention(values: Values, n_layers: int) -> LinearAttentionSpec | None:
+    """Return the layers of gated delta net. Other variants are named as options without a counterpart."""
+    variant = values["experimental_attention_variant"]
+    if variant is None or str(variant).lower() == "none":
+        return None
+    if variant not in ("gated_delta_net", "gdn"):
+        values.changes["experimental_attention_variant"] = f"{variant} has no counterpart: priced as full attention"
+        return None
+    pattern = _by_layer(values, "linear_attention_freq", n_layers)
+    if isinstance(pattern, list):
+        full = [layer for layer, linear in enumerate(pattern) if not linear]
+        interval = full[0] + 1 if full else 0
+        if full != (list(range(interval - 1, n_layers, interval)) if interval else []):
+            values.wrong("linear_attention_freq", "only every n-th layer may have full attention; supported: a number")
+        pattern = interval
+    return LinearAttentionSpec(
+        n_k_heads=values["linear_num_key_heads"],
+        n_v_heads=values["linear_num_value_heads"],
+        k_dim=values["linear_key_head_dim"],
+        v_dim=values["linear_value_head_dim"],
+        conv_width=values["linear_conv_kernel_dim"],
+        full_interval=pattern or 0,
+    )
+
+
+def _by_layer(values: Values, name: str, n_layers: int) -> int | list[int] | None:
+    """Return an option that states layers, as a number n or as 0 or 1 for each layer; None: not given, or a
+    problem."""
+    if values[name] is None:
+        return None
+    text = " ".join(values[name]) if isinstance(values[name], list) else str(values[name])
     try:
         pattern = _pattern(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError):
-        values.wrong("moe_layer_freq", "not a number or a list such as ([0]*3+[1]*58)")
-        return 0
-    if isinstance(pattern, int):
-        pattern = [int(layer % pattern == 0) for layer in range(n_layers)] if pattern > 0 else []
-    first = pattern.index(1) if 1 in pattern else 0
-    if len(pattern) != n_layers or 1 not in pattern or 0 in pattern[first:]:
-        values.wrong(
-            "moe_layer_freq",
-            f"only layers at the start may be without experts, and the {n_layers} layers are to be named; supported: "
-            f"1, or a list such as ([0]*3+[1]*{max(n_layers - 3, 1)})",
-        )
-        return 0
-    return first
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        pattern = None
+    if isinstance(pattern, int) and pattern > 0:
+        return pattern
+    if isinstance(pattern, list) and len(pattern) == n_layers and set(pattern) <= {0, 1}:
+        return pattern
+    values.wrong(name, f"not a number of 1 or more, or a list of 0 and 1 for {n_layers} layers, such as ([0]*3+[1]*58)")
+    return None
 
 
 def _pattern(node: ast.AST) -> Any:

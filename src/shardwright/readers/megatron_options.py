@@ -92,6 +92,26 @@ OPTIONS = table(
     read("qk_head_dim", "model.latent_attention.nope_dim", int, 128),
     read("qk_pos_emb_head_dim", "model.latent_attention.rope_dim", int, 64),
     read("v_head_dim", "model.latent_attention.v_dim", int, 128),
+    read("rotary_percent", "model.rope_fraction", float, 1.0),
+    read("window_size", "model.window", list, [], "left, right: left + 1 tokens"),
+    read("window_attn_skip_freq", "model.global_interval", str, None, "n: every n-th layer; in a list 0"),
+    read("softmax_type", "model.attention_sinks", str, "vanilla", "learnable: sinks"),
+    read("no_rope_freq", "model.nope_interval", str, None, "n: every n-th layer; in a list 1"),
+    read("attention_output_gate", "model.attention_gate", bool, False),
+    read("experimental_attention_variant", "model.linear_attention", str, None, "gated_delta_net"),
+    read("linear_attention_freq", "model.linear_attention.full_interval", str, None, "n: every n-th layer is full"),
+    read("linear_num_key_heads", "model.linear_attention.n_k_heads", int, 16),
+    read("linear_num_value_heads", "model.linear_attention.n_v_heads", int, 32),
+    read("linear_key_head_dim", "model.linear_attention.k_dim", int, 128),
+    read("linear_value_head_dim", "model.linear_attention.v_dim", int, 128),
+    read("linear_conv_kernel_dim", "model.linear_attention.conv_width", int, 4),
+    read("activation_func_clamp_value", "model.activation", float, note="with quick_geglu: swiglu_clamped"),
+    read("glu_linear_offset", "model.activation", float, 0.0, "with quick_geglu: swiglu_clamped"),
+    read("moe_shared_expert_gate", "moe.shared_gate", bool, False),
+    read("enable_gpt_oss", "model.positions", bool, False, "rope, whatever position_embedding_type says"),
+    read("hybrid_layer_pattern", "", str, None, "Mamba layers are refused"),
+    read("hybrid_override_pattern", "", str, None, "Mamba layers are refused"),
+    read("is_hybrid_model", "", bool, False, "Mamba layers are refused"),
     # Batch, precision, optimizer
     read("seq_length", "batch.seq_len", int),
     read("encoder_seq_length", "batch.seq_len", int, note="the old name of seq_length"),
@@ -204,7 +224,7 @@ OPTIONS = table(
         _NUMERICS,
         "weight_decay start_weight_decay end_weight_decay weight_decay_incr_style clip_grad adam_beta1 adam_beta2 "
         "adam_eps sgd_momentum loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis "
-        "init_method_xavier_uniform rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor "
+        "init_method_xavier_uniform rotary_interleaved rotary_seq_len_interpolation_factor "
         "calculate_per_token_loss moe_input_jitter_eps moe_router_dtype moe_router_pre_softmax softmax_scale "
         "embedding_init_method_std apply_query_key_layer_scaling attention_softmax_in_fp32 fp32_residual_connection "
         "deterministic_mode fp8_amax_history_len fp8_amax_compute_algo fp8_margin fp8_interval rope_type "
@@ -276,11 +296,10 @@ OPTIONS = table(
     ),
     without_counterpart(
         _OTHER_MODEL,
-        "window_size window_attn_skip_freq no_rope_freq linear_attention_freq experimental_attention_variant "
-        "hybrid_layer_pattern hybrid_override_pattern hybrid_attention_ratio hybrid_mlp_ratio is_hybrid_model "
+        "hybrid_attention_ratio hybrid_mlp_ratio "
         "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads heterogeneous_layers_config_path "
         "decoder_num_layers apply_residual_connection_post_layernorm num_attention_heads_decoder "
-        "moe_shared_expert_gate attention_output_gate qk_clip use_mup enable_mhc_connections sft perform_rl_step "
+        "qk_clip use_mup enable_mhc_connections sft perform_rl_step "
         "yaml_cfg enable_experimental moe_latent_size encoder_tensor_model_parallel_size "
         "encoder_pipeline_model_parallel_size pipeline_model_parallel_split_rank",
     ),

@@ -8,7 +8,7 @@ from typing import Any
 from shardwright.cost.job import RECOMPUTE, Candidates
 from shardwright.planner.choice import Choice
 from shardwright.readers.megatron import MEGATRON_LM
-from shardwright.readers.table import NO_EFFECT, DescribedRun, ForeignOption, Setting, System, Values, normalised
+from shardwright.readers.table import NO_EFFECT, DescribedRun, ForeignOption, Setting, System, Values, normalised, shown
 from shardwright.system.errors import InputError
 
 _OPTIONS = MEGATRON_LM.options
@@ -22,6 +22,7 @@ _RENAMED = {
     "dataset.sequence_length": "seq_length",
     "model.tokenizer.type": "tokenizer_type",
     "model.tokenizer.model": "tokenizer_model",
+    "model.rotary_percentage": "rotary_percent",
     "model.bias": "add_bias_linear",
     "model.use_flash_attention": "use_flash_attn",
     "model.ub_tp_comm_overlap": "tp_comm_overlap",
@@ -30,6 +31,8 @@ _RENAMED = {
     "model.optim.overlap_grad_sync": "overlap_grad_reduce",
 }
 """Key of YAML -> option of Megatron-LM, where the last part of the key is not its name."""
+_OTHER_ARCHITECTURES = r"mamba|griffin|retro|hyena|t5|bert|bart|ul2|clip|neva|imagen|nmt|diffusion|speech|vit(?![a-z])"
+"""Words in the name of a NeMo configuration whose model is no decoder-only transformer."""
 _PRECISIONS: Mapping[str, Mapping[str, Any]] = {
     r"(bf16|bfloat16)\b.*|bf16_mixed": {"bf16": True},
     r"(16|fp16)\b.*|fp16_mixed": {"fp16": True},
@@ -81,7 +84,7 @@ _OF_YAML = _without_effect(
         "NeMo's own kernels, buffers and defaults, which the stack's prices include": "mcore_gpt transformer_engine "
         "megatron_amp_ native_amp_ precision gradient_as_bucket_view grad_allreduce_chunk_size_mb headscale "
         "transformer_block_type attention_type sync_batch_comm pre_process post_process reduce_amax use_emha "
-        "apex_transformer_ gc_interval resume_from_checkpoint ffn_dropout rotary_percentage "
+        "apex_transformer_ gc_interval resume_from_checkpoint ffn_dropout "
         "seq_len_interpolation_factor activations_checkpoint_layers_per_pipeline num_micro_batches_with_partial_",
     }
 )
@@ -97,6 +100,12 @@ _OF_VARIABLES = _without_effect(
 def yaml_settings(settings: Sequence[Setting]) -> list[Setting]:
     """Return the keys of YAML as options of Megatron-LM. `${a.b}` is the value of another key of the file."""
     by_name = {each.option: each for each in settings}
+    name = by_name.get("name")
+    if name is not None and (other := re.search(_OTHER_ARCHITECTURES, str(name.value), re.IGNORECASE)):
+        raise InputError(
+            f"{name.where}: name {shown(name.value)}: a model of the kind {other[0]} has no price; supported: "
+            f"decoder-only transformers, such as megatron_gpt"
+        )
     result: list[Setting] = []
     for given in settings:
         setting = _interpolated(given, by_name)
@@ -275,6 +284,17 @@ MLPERF = replace(
         name: value for name, value in write(described, choice).items() if name in _WRITTEN
     },
 )
+
+
+def argument_settings(settings: Sequence[Setting]) -> tuple[list[Setting], list[str]] | None:
+    """Return the options of Megatron-LM in the section MODEL_ARGS, as its functional tests have them, and the names of
+    the other sections; None without such a section. A flag that is false is left out, as their launcher does."""
+    prefix = "MODEL_ARGS."
+    own = [
+        replace(each, option=each.option.removeprefix(prefix)) for each in settings if each.option.startswith(prefix)
+    ]
+    others = dict.fromkeys(each.option.partition(".")[0] for each in settings if not each.option.startswith(prefix))
+    return ([each for each in own if each.value is not False], list(others)) if own else None
 
 
 def yaml_system(settings: Sequence[Setting]) -> System | None:

@@ -10,7 +10,7 @@ from shardwright.readers.arguments import is_option, settings_of
 from shardwright.readers.documents import toml_settings, tree_settings
 from shardwright.readers.hugging_face import HUGGING_FACE
 from shardwright.readers.megatron import MEGATRON_LM
-from shardwright.readers.nemo import MLPERF, is_mlperf, mlperf_settings, yaml_settings, yaml_system
+from shardwright.readers.nemo import MLPERF, argument_settings, is_mlperf, mlperf_settings, yaml_settings, yaml_system
 from shardwright.readers.python_files import python_settings
 from shardwright.readers.shell import Shell
 from shardwright.readers.shell_values import Word
@@ -69,6 +69,10 @@ def _source(path: Path) -> tuple[System | None, ConfigurationSource | None, Mode
         return TORCHTITAN, ConfigurationSource(str(named), python.settings, python.skipped), None
     if suffix in (".json", ".yaml", ".yml"):
         settings = tree_settings(path)
+        if (arguments := argument_settings(settings)) is not None:
+            own, others = arguments
+            notes = (f"{path}: {', '.join(others)}: not options of {MEGATRON_LM.name}",) if others else ()
+            return MEGATRON_LM, ConfigurationSource(str(path), tuple(own), notes), None
         if any(setting.option in ("model_type", "architectures") for setting in settings):
             return None, None, read_sizes(path)
         if (system := yaml_system(settings)) is not None:
@@ -90,6 +94,8 @@ def _shell_source(path: Path) -> tuple[System, ConfigurationSource]:
             texts = [(name, shell.text_of(name)) for name in shell.values]
             found = [Setting(name, each.text, each.where or str(path), each.unknown) for name, each in texts if each]
             return MLPERF, ConfigurationSource(str(path), tuple(mlperf_settings(found)), tuple(shell.notes))
+        if (words := _words_of_variables(shell, system)) is not None:
+            return system, ConfigurationSource(str(path), tuple(settings_of(words, system.options)), tuple(shell.notes))
         hint = f"; {shell.notes[0]}" if shell.notes else ""
         raise InputError(f"{path}: no command with options of {system.name} is found{hint}; supported: {SUPPORTED}")
     settings = settings_of(_split(ranked[-1]), system.options)
@@ -99,6 +105,17 @@ def _shell_source(path: Path) -> tuple[System, ConfigurationSource]:
         if word is not None and word.unknown is None:
             settings.append(Setting("WORLD_SIZE", word.text, word.where))
     return system, ConfigurationSource(str(path), tuple(settings), tuple(shell.notes))
+
+
+def _words_of_variables(shell: Shell, system: System) -> list[Word] | None:
+    """Return the options in variables of a script without a command, such as MODEL_ARGS of a file that other scripts
+    source, or None if no variable has any. Adds a note that names the variables."""
+    texts = {name: word for name in shell.values if (word := shell.text_of(name)) is not None}
+    used = {name: word for name, word in texts.items() if _known_options([word], system) >= FEWEST_OPTIONS}
+    if not used:
+        return None
+    shell.notes.append(f"no command starts a training: the options of {', '.join(used)} are taken")
+    return [part for word in used.values() for part in _split([word])]
 
 
 def _argument_words(path: Path) -> list[Word] | None:

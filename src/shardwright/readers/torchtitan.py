@@ -79,7 +79,7 @@ _SECTIONS = ("parallelism", "training", "experimental")
 OPTIONS = table(
     read("model.name", "model", str, "llama3"),
     read("model.flavor", "model", str),
-    read("model_spec", "model", str, note="the flavor; the name is that of its module, or of the file"),
+    read("model_spec", "model", str, note="the flavor; its module, or the file, gives the name"),
     read("model_spec.module", "model", str, note="the module of model_registry"),
     read("model_spec.converters", "precision.fp8", list, []),
     read("model_spec.num_mtp_layers", "model.mtp_modules", int, 0),
