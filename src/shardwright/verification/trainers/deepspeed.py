@@ -132,7 +132,8 @@ class DeepSpeedTrainer:
             if self.engine is None:
                 self.engine = self._engine(len(batch.micro_batches[0][0]), self.n_averaged)
             self.engine._config.gradient_clipping = limit
-            self.engine.optimizer.clip_grad = limit
+            if self.zero:  # without ZeRO the engine clips
+                self.engine.optimizer.clip_grad = limit
             for group in self.engine.optimizer.param_groups:
                 group["lr"] = batch.lr
             if self.pp > 1:
