@@ -56,9 +56,6 @@ CASES = {
         'transformers==4.47.0 "accelerate<1.11" "datasets<4" psutil', _OWN_LOSS, "it is equal without accumulation"
     ),
     "transformers-5.24.0-own-loss": Case("transformers==5.24.0 accelerate==1.15.0", _OWN_LOSS),
-    "transformers-4.57.1-tp": Case(
-        'transformers==4.57.1 "accelerate<1.11"', f"{_TP} --set batch.global_batch=2", "it is equal without tp=2"
-    ),
     "transformers-5.24.0-tp": Case("transformers==5.24.0", f"{_TP} --set batch.global_batch=2"),
     "transformers-5.24.0-tp-accumulation": Case("transformers==5.24.0", _TP, "without tp=2 and without accumulation"),
     "deepspeed-0.19.2-pipeline": Case("deepspeed==0.19.2", _PIPELINE, "without pp=2 and without accumulation"),

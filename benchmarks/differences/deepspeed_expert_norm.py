@@ -37,4 +37,4 @@ def compare(rank: int, store: str) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(compare, (f"{folder}/store",), N_RANKS)
+        mp.start_processes(compare, (f"{folder}/store",), N_RANKS, start_method="fork")

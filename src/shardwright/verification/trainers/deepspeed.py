@@ -132,8 +132,7 @@ class DeepSpeedTrainer:
             if self.engine is None:
                 self.engine = self._engine(len(batch.micro_batches[0][0]), self.n_averaged)
             self.engine._config.gradient_clipping = limit
-            if self.zero:  # without ZeRO the engine clips
-                self.engine.optimizer.clip_grad = limit
+            self.engine.optimizer.clip_grad = limit if self.zero else 0.0  # without ZeRO the engine clips
             for group in self.engine.optimizer.param_groups:
                 group["lr"] = batch.lr
             if self.pp > 1:
