@@ -19,7 +19,7 @@ from pathlib import Path
 
 REFERENCES = Path(__file__).parent / "references"
 """One process: the loop and the loss are plain PyTorch; for transformers the model is the library's. The reference of
-Megatron Core is the library in one process."""
+Megatron Core, of ZeRO and of DeepSpeed's experts is the library in one process, on one micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,12 @@ class Case:
 
 _OLD = "accelerate==1.0.1 tokenizers==0.20.3 huggingface_hub==0.25.2 datasets==3.0.1 psutil"
 _TWO = "transformers --world 2 --steps 1"
+_OLD_SPEED = "--no-build-isolation"  # the build of these releases imports torch
+_SPEED = "deepspeed --world 2 --steps 1 --set"
+_EXPERTS = f"{_SPEED} ep=2 --set experts=4"
+_ONE = "deepspeed --world 1 --steps 1 --set batch.global_batch=2"
+_OWN_LOSS = f"{_TWO} --set own_loss=true"
+_TP = f"{Path(__file__).parents[1]}/examples/trainers/transformers_tp.py --world 2 --steps 1 --dtype float32"
 _PIPELINE = "deepspeed --world 2 --steps 1 --set pp=2 --dtype float32"
 _CORE = "megatron-core==0.16.1 einops"
 _MEGATRON = "megatron --world 2 --steps 1 --set"
@@ -46,8 +52,30 @@ CASES = {
     "transformers-4.47.1": Case('transformers==4.47.1 "accelerate<1.11" "datasets<4" psutil', _TWO, _RAGGED),
     "transformers-4.57.1": Case('transformers==4.57.1 "accelerate<1.11" "datasets<4" psutil', _TWO),
     "transformers-5.23.0": Case("transformers==5.23.0 accelerate==1.15.0", _TWO),
+    "transformers-4.47.0-own-loss": Case(
+        'transformers==4.47.0 "accelerate<1.11" "datasets<4" psutil', _OWN_LOSS, "it is equal without accumulation"
+    ),
+    "transformers-5.24.0-own-loss": Case("transformers==5.24.0 accelerate==1.15.0", _OWN_LOSS),
+    "transformers-5.24.0-tp": Case("transformers==5.24.0", f"{_TP} --set batch.global_batch=2"),
+    "transformers-5.24.0-tp-accumulation": Case("transformers==5.24.0", _TP, "without tp=2 and without accumulation"),
     "deepspeed-0.19.2-pipeline": Case("deepspeed==0.19.2", _PIPELINE, "without pp=2 and without accumulation"),
     "deepspeed-0.19.8-pipeline": Case("deepspeed==0.19.8", _PIPELINE),
+    "deepspeed-0.17.6-zero": Case("deepspeed==0.17.6", f"{_SPEED} zero=2", "without zero=2 and without accumulation"),
+    "deepspeed-0.19.8-zero": Case("deepspeed==0.19.8", f"{_SPEED} zero=2"),
+    "deepspeed-0.17.6-scale": Case(
+        "deepspeed==0.17.6", _ONE, "one rank (1 rank): parameter of head.weight in step 1 (unclipped)"
+    ),
+    "deepspeed-0.19.8-scale": Case("deepspeed==0.19.8", _ONE),
+    "deepspeed-0.15.2-experts": Case(
+        f"deepspeed==0.15.2 {_OLD_SPEED}", f"{_EXPERTS} --set zero=1", "it is equal without ep=2 and without zero=1"
+    ),
+    "deepspeed-0.15.4-experts": Case(f"deepspeed==0.15.4 {_OLD_SPEED}", f"{_EXPERTS} --set zero=1"),
+    "deepspeed-0.19.8-expert-norm": Case("deepspeed==0.19.8", _EXPERTS, "without ep=2 and without clipping"),
+    "megatron-0.16.1-expert-tp": Case(
+        _CORE,
+        f"{_MEGATRON} tp=2 --set experts=4 --set sequence_parallel=true --set expert_tp=1",
+        "it is equal without experts=4 and without expert_tp=1",
+    ),
     "megatron-0.16.1-sinks": Case(_CORE, f"{_MEGATRON} tp=2 --set sinks=true", "without tp=2 and without sinks=True"),
     "megatron-0.16.1-interleaved": Case(
         _CORE,
@@ -73,7 +101,7 @@ def main() -> int:
     given = parser.parse_args()
     if not given.names:
         for name, case in CASES.items():
-            print(f"{name:27} {case.culprit or 'equal'}")
+            print(f"{name:35} {case.culprit or 'equal'}")
     names = list(CASES) if "all" in given.names else given.names
     return max([_run(name, CASES[name], given.folder / name) for name in names], default=0)
 
@@ -81,8 +109,9 @@ def main() -> int:
 def _run(name: str, case: Case, folder: Path) -> int:
     """Verify a release. Returns 1 if the result is not the listed one."""
     python = _environment(case, folder)
+    own = "zero=" in case.arguments or "experts=" in case.arguments  # the reference is the library in one process
     file = {"transformers": "llama.py", "deepspeed": "decoder.py"}.get(case.arguments.partition(" ")[0])
-    reference = ["--reference", REFERENCES / file] if file else []
+    reference = ["--reference", REFERENCES / file] if file and not own else []
     began_s = time.monotonic()
     result = subprocess.run(
         [python, "-m", "shardwright", "verify", "--trainer", *case.arguments.split(), *reference],
@@ -110,7 +139,10 @@ def _environment(case: Case, folder: Path) -> Path:
         # The source first: a folder below can name that of another checkout.
         lines = [str(source), *(f"import site; site.addsitedir({path!r})" for path in below)]
         (packages / "zz-below.pth").write_text("\n".join(lines) + "\n")
-        install = [python, "-m", "pip", "install", "--quiet", *(word.strip('"') for word in case.packages.split())]
+        pip = [python, "-m", "pip", "install", "--quiet"]
+        if "--no-build-isolation" in case.packages:
+            subprocess.run([*pip, "wheel"], check=True)  # setuptools of this Python builds nothing without it
+        install = [*pip, *(word.strip('"') for word in case.packages.split())]
         subprocess.run(install, env=os.environ | {"DS_BUILD_OPS": "0"}, check=True)
         made.touch()
     return python

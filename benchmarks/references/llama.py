@@ -2,6 +2,7 @@
 
 import torch
 from torch.nn.utils import clip_grad_norm_
+from transformers import LlamaForCausalLM
 
 from shardwright.hugging_face.float64 import Float64
 from shardwright.testing import loss_sum
@@ -14,7 +15,7 @@ class Trainer(TransformersTrainer):
     def step(self, batch):
         self.optimizer.zero_grad()
         with Float64() if self.wide else torch.enable_grad():
-            logits = self.model(input_ids=batch.tokens).logits
+            logits = LlamaForCausalLM.forward(self.model, input_ids=batch.tokens).logits
         loss = loss_sum(logits, batch.targets) / batch.n_targets
         loss.backward()
         clip_grad_norm_(self.model.parameters(), batch.clip_norm)

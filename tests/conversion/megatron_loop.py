@@ -1,10 +1,10 @@
 """A trainer with the library megatron-core; tests/conversion/test_megatron.py starts it on CPU ranks with gloo.
 
-It needs torch, megatron-core, numpy and einops, and a copy of this package's file `megatron_cpu.py` in the folder that
-is its argument and in PYTHONPATH. `job.json` in that folder: config (TransformerConfig), model (GPTModel), tp, pp,
-sharding (of the distributed optimizer's states, or null for the plain optimizer), start (the folder of a step, or
-null), save (step -> folder), rates (of each step, and one more), and AdamW's settings. `batches.pt`: for each step the
-inputs and the targets of all ranks.
+It needs torch, megatron-core, numpy, einops and psutil, and a copy of this package's file `megatron_cpu.py` in the
+folder that is its argument and in PYTHONPATH. `job.json` in that folder: config (TransformerConfig), model (GPTModel),
+tp, pp, sharding (of the distributed optimizer's states, or null for the plain optimizer), start (the folder of a step,
+or null), save (step -> folder), rates (of each step, and one more), and AdamW's settings. `batches.pt`: for each step
+the inputs and the targets of all ranks.
 """
 
 import json
@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil  # noqa: F401  # without it the library waits for a writer of checkpoints that has ended
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state

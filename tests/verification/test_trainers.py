@@ -167,6 +167,16 @@ def test_a_silent_bug_is_reported_with_its_tensor_and_axis(
     assert [each for each in words if each not in culprit] == [], culprit
 
 
+@prove
+def test_of_two_bugs_the_one_that_changes_gradients_is_named(tmp_path: Path):
+    bugs = [("loss * self.world.size", "loss * self.world.size**2"), ("batch.clip_norm)", "batch.clip_norm / 2)")]
+    bad, reference = changed(tmp_path, "ddp.py", *bugs), EXAMPLES / "ddp.py"
+    for ranks, words in ((2, "it is equal without dp=2"), (1, "(clipped)")):
+        result = verify(bad, "--world", ranks, "--steps", 1, "--reference", reference, "--json")
+        assert result.exit_code == 1, result.output
+        assert words in json.loads(result.stdout)["culprit"]
+
+
 TOO_SLOW = (
     "    def step(self, batch):\n",
     "    def step(self, batch):\n        import time; time.sleep(60 * self.world.rank)\n",

@@ -121,8 +121,12 @@ class TrainerVerifier(Verifier):
             return replace(report, culprit=_first_difference(report, trace, expected))
 
     def culprit(self, report: Report, tell: Callable[[str], None] = lambda line: None) -> str:
-        """Return a sentence with the smallest setting that is not equal, its first difference, and what it needs."""
-        first = report.culprit
+        """Return a sentence with the smallest setting that is not equal, its first difference, and what it needs.
+
+        A smaller setting whose first difference is of a later kind, such as a wrong update after right gradients, has
+        another bug and counts as equal.
+        """
+        first, kind = report.culprit, _kind_of_difference(report)
 
         def fails(setting: TrainerSetting) -> bool | None:
             nonlocal first
@@ -131,8 +135,9 @@ class TrainerVerifier(Verifier):
                 smaller = self.compare(*setting, repeats=False)
             except ShardwrightError:
                 return None
-            first = first if smaller.equal else smaller.culprit
-            return not smaller.equal
+            same = not smaller.equal and _kind_of_difference(smaller) <= kind
+            first = smaller.culprit if same else first
+            return same
 
         assert isinstance(report.case, TrainerCase)
         assert isinstance(report.layout, TrainerLayout)
@@ -251,15 +256,30 @@ def verify_trainer(
 _ORDER = ("initial", "loss", "gradient", "grad norm", "parameter")
 
 
-def _first_difference(report: Report, trace: Trace, expected: Trace) -> str:
-    """Return a sentence about the first results of a training that differ: a loss, and the gradient, or else the norm,
-    or else a parameter."""
+def _failing(report: Report) -> list[ReportRow]:
+    """Return the results that differ, in the order in which they are computed, the worst of each kind first."""
 
     def order(row: ReportRow) -> tuple[int, int, int, float]:
         kind, training, step = row.quantity
         return report.case.trainings.index(training), step, _ORDER.index(kind), -row.excess
 
-    failing = sorted((row for row in report.rows if not row.equal), key=order)
+    return sorted((row for row in report.rows if not row.equal), key=order)
+
+
+def _kind_of_difference(report: Report) -> tuple[int, int]:
+    """Return the training of the first difference, and its place in the order (loss or gradient, norm, update).
+    Replicas that differ are of the first kind."""
+    failing = _failing(report)
+    if not failing:
+        return 0, _ORDER.index("gradient")
+    kind, training, _ = failing[0].quantity
+    return report.case.trainings.index(training), max(_ORDER.index(kind), _ORDER.index("gradient"))
+
+
+def _first_difference(report: Report, trace: Trace, expected: Trace) -> str:
+    """Return a sentence about the first results of a training that differ: a loss, and the gradient, or else the norm,
+    or else a parameter."""
+    failing = _failing(report)
     if not failing:
         return report.differing[0]
     same_step = [row for row in failing if row.quantity[1:] == failing[0].quantity[1:]]

@@ -189,8 +189,8 @@ def _config(spec: ModelSpec, world: World, sizes: tuple[int, int, int]) -> Any:
     recompute = options.get("recompute", "none")
     if recompute not in _RECOMPUTE:
         raise InputError(f"recompute={recompute}: valid: {', '.join(_RECOMPUTE)}")
-    if recompute == "selective" and dtype == "float64":
-        raise InputError("recompute=selective: torchtitan's policy does not know float64; --dtype float32, or full")
+    if recompute == "selective" and dtype == "float64":  # the type of every reference
+        raise InputError("recompute=selective: torchtitan's policy does not know float64; valid: none, full")
     if options.get("spmd_backend") == "spmd_types":
         raise InputError(
             f"spmd_backend=spmd_types: fully_shard of PyTorch {torch.__version__} refuses its parameters; valid: "

@@ -2,7 +2,8 @@
 
 A LlamaForCausalLM with DDP, gradient accumulation and clipping by the Trainer, which runs `max_steps=1` for each step.
 `gradients()` returns the gradients after clipping. The loss is the mean over ranks, as the Trainer logs it.
-`--set average_tokens_across_devices=false` passes this option on.
+`--set average_tokens_across_devices=false` passes this option on. `--set own_loss=true` takes a model that computes its
+loss itself and whose `forward` takes no `num_items_in_batch`: the Trainer has to average it over micro-batches.
 
 Shapes: B sequences, T tokens.
 """
@@ -23,6 +24,7 @@ from shardwright.hugging_face.float64 import Float64
 from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import InputError
 from shardwright.verification.trainers.adapter import StepBatch, World
+from shardwright.verification.trainers.decoder import loss_sum
 from shardwright.verification.trainers.pieces import load_weights, set_environment
 
 OPTIONS = ("average_tokens_across_devices",)
@@ -35,6 +37,17 @@ class _OneStep(transformers.Trainer):
     def get_train_dataloader(self) -> DataLoader[Any]:
         rows: Any = self.train_dataset
         return DataLoader(rows, batch_size=None)
+
+
+class LlamaWithOwnLoss(LlamaForCausalLM):
+    """A Llama whose mean loss over micro-batches and ranks is the loss of the batch, if `factor` is micro-batches x
+    ranks / counted targets of the batch."""
+
+    factor = 1.0
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits_BTV = super().forward(input_ids=input_ids).logits
+        return {"loss": loss_sum(logits_BTV[:, :-1], labels[:, 1:]) * self.factor}
 
 
 class TransformersTrainer:
@@ -54,7 +67,7 @@ class TransformersTrainer:
         )
         self.n_ranks, self.wide = world.size, world.dtype == torch.float64
         self.options = _options(world)
-        model: Any = LlamaForCausalLM(config)
+        model: Any = (LlamaWithOwnLoss if world.options.get("own_loss", False) else LlamaForCausalLM)(config)
         self.model: Any = model.to(dtype=world.dtype)
         self.optimizer = torch.optim.SGD(self.model.parameters(), momentum=0.9)
         self.optimizer.register_step_pre_hook(self._keep_gradients)
@@ -82,6 +95,7 @@ class TransformersTrainer:
             ddp_find_unused_parameters=False,
             **self.options,
         )
+        self.model.factor = len(batch.micro_batches) * self.n_ranks / batch.n_targets
         rows = [_with_labels(*micro_batch) for micro_batch in batch.micro_batches]
         trainer = _OneStep(self.model, arguments, train_dataset=rows, optimizers=(self.optimizer, None))
         trainer.remove_callback(PrinterCallback)
