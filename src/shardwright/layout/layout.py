@@ -98,6 +98,12 @@ class Layout(LayoutKeys, NumberedRanks):
                 f"layout.zero={self.zero} shards over dp_shard x cp, which is 1, while dp_replicate="
                 f"{self.dp_replicate} only replicates; set dp_shard={self.dp_replicate} and dp_replicate=1, or zero=0"
             )
+        if self.place_experts_every and self.offload_optimizer == "disk":
+            yield (
+                f"layout.place_experts_every={self.place_experts_every} with offload_optimizer='disk': experts move "
+                f"with their optimizer states, and files of states are not moved between ranks; set "
+                f"offload_optimizer='none' or 'cpu', or place_experts_every=0"
+            )
         if self.cp_method != "usp":
             return
         if self.cp % self.ulysses_degree:

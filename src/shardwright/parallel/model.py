@@ -22,6 +22,7 @@ from shardwright.parallel.microbatch_runner import Runner
 from shardwright.parallel.norm import as_part
 from shardwright.parallel.offload import ActivationsOnHost
 from shardwright.parallel.pipeline.tied import TiedParameters, first_of_each
+from shardwright.parallel.placement import ExpertPlaces
 from shardwright.parallel.replicas import sum_replica_gradients
 from shardwright.parallel.routing import LossScale
 from shardwright.split.documents import Lengths, deals_documents, spans_of_documents
@@ -91,6 +92,8 @@ class ParallelModel:
         self.losses = LossScale(parts)
         self.loss_scale = 1.0
         """The factor of the step's losses."""
+        self.places = ExpertPlaces(parts, spec, mesh.device_type) if layout.place_experts_every else None
+        """The positions of the experts, if they change between steps."""
         self.load: ExpertLoad | None = None
         """The load of the experts in the last step; None before the first step and without experts."""
 

@@ -12,6 +12,7 @@ from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.schedule.registry import find, names
 from shardwright.split import stages
+from shardwright.split.placement import movable_together
 from shardwright.split.tensor import vocabulary_rows
 from shardwright.system.units import divisors
 
@@ -157,6 +158,13 @@ def _experts(spec: ModelSpec, layout: Layout) -> Iterator[str]:
             f"layout.tp={layout.tp} with model.moe needs layout.sequence_parallel=true: ranks of tp with the same "
             f"tokens would each send all of them to the experts"
         )
+    together, of_rank = movable_together(moe), experts // layout.ep
+    if layout.place_experts_every and together <= of_rank:
+        yield (
+            f"layout.place_experts_every={layout.place_experts_every}: with model.moe.groups_per_token="
+            f"{moe.groups_per_token} experts move within their group of {together}, and a rank has {of_rank} experts, "
+            f"the whole group; set ep above {moe.n_groups}, or place_experts_every=0"
+        )
     ranks = layout.expert_dp_shard
     if layout.zero and layout.ep * layout.tp > 1:
         for name, size in (("model.moe.d_ffn", moe.d_ffn), ("model.d_model", spec.d_model)):
@@ -195,6 +203,11 @@ def _adapters(spec: ModelSpec, layout: Layout, seq_len: int) -> Iterator[str]:
         yield (
             f"layout.compress_weights={layout.compress_weights!r} with lora.base={spec.lora.base!r}: the frozen "
             f"matrices are sent in {spec.lora.base} already; set compress_weights='none'"
+        )
+    if spec.lora is not None and layout.place_experts_every:
+        yield (
+            f"layout.place_experts_every={layout.place_experts_every} with lora.rank={spec.lora.rank}: no checkpoint "
+            f"has the frozen experts, so a run that rolls back would not know their order; set place_experts_every=0"
         )
     if spec.lora is None or layout.pp == 1:
         return
