@@ -144,11 +144,11 @@ class Layout(LayoutKeys, NumberedRanks):
                 f"tp=1, ep=1 and a pp_schedule without replicas of stages, and here zero={self.zero}, tp={self.tp}, "
                 f"ep={self.ep} and {self.pp_schedule!r}; change those, or set compress_gradients='bf16'"
             )
-        if how in TOPK and (self.zero or self.cp * self.ep > 1 or replicated):
+        if how in TOPK and (self.zero or replicated):
             yield (
-                f"layout.compress_gradients={how!r} needs the whole gradient of a rank's sequences, once a rank: "
-                f"zero=0, cp=1, ep=1 and a pp_schedule without replicas of stages, and here zero={self.zero}, "
-                f"cp={self.cp}, ep={self.ep} and {self.pp_schedule!r}; change those, or set compress_gradients='bf16'"
+                f"layout.compress_gradients={how!r} needs the whole gradient of a rank's tokens, once a rank: zero=0 "
+                f"and a pp_schedule without replicas of stages, and here zero={self.zero} and {self.pp_schedule!r}; "
+                f"change those, or set compress_gradients='bf16'"
             )
         if shards % self.node_ranks:
             yield (

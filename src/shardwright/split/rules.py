@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import lcm
 from typing import Any, Literal
 
-from shardwright.layout.keys import RECOMPUTE_MODULES, TOPK
+from shardwright.layout.keys import RECOMPUTE_MODULES
 from shardwright.layout.layout import Layout
 from shardwright.model.modules import layer_rows
 from shardwright.model.sections import MoESpec
@@ -141,11 +141,6 @@ def _experts(spec: ModelSpec, layout: Layout) -> Iterator[str]:
         if layout.ep > 1:
             yield f"layout.ep={layout.ep} shards experts, and the model has none (model.moe); leave it out"
         return
-    if layout.tp > 1 and layout.compress_gradients in TOPK:
-        yield (
-            f"layout.compress_gradients={layout.compress_gradients!r} with layout.tp={layout.tp}: with tp experts are "
-            f"on a mesh of their own, where gradients are not whole; set tp=1, or compress_gradients='bf16'"
-        )
     experts = moe.n_experts
     if experts % layout.ep:
         valid = ", ".join(map(str, divisors(experts)))
