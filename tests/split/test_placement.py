@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from shardwright.split.placement import LEAST_GAIN, busiest, home, place
+from shardwright.split.placement import LEAST_GAIN, _settled, busiest, home, place
 
 
 def test_a_busy_rank_gives_an_expert_for_a_less_busy_one_and_an_even_load_moves_nothing():
@@ -29,6 +29,7 @@ def test_random_loads_are_nearly_even_after_few_moves(n_ranks: int):
 
 
 def test_experts_that_stay_on_their_rank_keep_their_positions():
+    assert _settled(home(4), (1, 2, 0, 3), 2) == (2, 1, 0, 3)
     rng = random.Random(1)
     loads = [rng.expovariate(1.0) for _ in range(32)]
     order = place(loads, home(32), 4, 32)

@@ -147,7 +147,9 @@ class EvaluationRecord:
     """An `evaluation` record: the loss on the validation split after `step` steps. For a mixture, `sources` has the
     loss on each source's validation split, and `loss` is their mean, weighted by the mixture of that step. `mtp_loss`
     as in `TrainRecord`. `average_loss`: the loss of the average of the weights (`[average]`). `margin` to
-    `rejected_reward`: of a run on pairs, means over the pairs of the split."""
+    `rejected_reward`: of a run on pairs, means over the pairs of the split. For each layer with
+    experts: `expert_similarity_by_layer`: the largest cosine of two experts' weights; `most_similar_experts`: these
+    two."""
 
     step: Step
     loss: Loss
@@ -159,6 +161,8 @@ class EvaluationRecord:
     accuracy: Amount | None = None
     chosen_reward: Loss | None = None
     rejected_reward: Loss | None = None
+    expert_similarity_by_layer: tuple[float, ...] = ()
+    most_similar_experts: tuple[tuple[Step, Step], ...] = ()
 
 
 @dataclass(frozen=True)

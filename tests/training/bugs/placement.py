@@ -5,6 +5,7 @@ from dataclasses import replace
 from shardwright.config.average import AverageSection
 from tests.mutation import Mutation
 from tests.training.bugs.bug import EP, EXPERTS, AnyBug, Bug, UnitBug
+from tests.training.test_placement import STAYS
 
 _MOVING = replace(EP, place_experts_every=1)
 _MIXTURE = {"moe": EXPERTS}
@@ -50,17 +51,12 @@ STALE: dict[str, AnyBug] = {
         spec=_MIXTURE,
     ),
     "a run that rolls back keeps the order of experts that had moved": UnitBug(
-        Mutation("shardwright.training.expert_places:PlaceExperts.on_rollback", "self.places.forget()", "pass"),
-        "tests/training/test_placement.py:test_a_run_that_rolls_back_has_the_experts_at_home",
+        STAYS, "tests/training/test_placement.py:test_a_rollback_shows_the_bug", put_in_there=True
     ),
 }
 ORDER: dict[str, AnyBug] = {
     "an expert that stays on its rank moves within it": UnitBug(
-        Mutation(
-            "shardwright.split.placement:place",
-            "_settled(order, tuple(at_P.tolist()), n_ranks)",
-            "tuple(at_P.tolist())",
-        ),
+        Mutation("shardwright.split.placement:_settled", "return tuple(settled)", "return after"),
         "tests/split/test_placement.py:test_experts_that_stay_on_their_rank_keep_their_positions",
     ),
 }
