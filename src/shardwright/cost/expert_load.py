@@ -69,13 +69,13 @@ class UnevenLoad:
 
 @lru_cache
 def _placed(load: UnevenLoad, moe: MoESpec, ep: int) -> float:
-    """Return the load of the busiest rank after a placement of the experts. With a coefficient of variation, it is the
-    mean over `_DRAWN` layers of normal quantiles in random orders, which keep the variation of each layer exact."""
+    """Return the load of the busiest rank after a placement of the experts by the same loads. With a coefficient of
+    variation, it is the mean over `_DRAWN` layers of drawn normal loads."""
     if load.by_layer:
         return _mean_busiest(load.by_layer, moe, ep, placed=True)
-    n, random = moe.n_experts, Random(0)
-    quantiles = [NormalDist().inv_cdf((i + 0.625) / (n + 0.25)) for i in range(n)]
-    layers = [[max(0.0, 1 + load.cv * z) for z in random.sample(quantiles, n)] for _ in range(_DRAWN)]
+    random = Random(0)
+    drawn = [[max(0.0, random.gauss(1, load.cv)) for _ in range(moe.n_experts)] for _ in range(_DRAWN)]
+    layers = [[expert / (fmean(layer) or 1.0) for expert in layer] for layer in drawn]
     return min(_mean_busiest(layers, moe, ep, placed=True), load._busiest(moe, ep))
 
 
