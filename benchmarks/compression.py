@@ -3,8 +3,9 @@
     python benchmarks/compression.py quickstart/quickstart.toml --out runs/compression
 
 All runs have the same initial weights and samples, on two ranks; only the keys of LAYOUTS differ. `--set` changes keys
-of the run file, such as the size of the model. Writes a table with the losses along each run, and a picture of how much
-they are above those of the exact run, to `--out`; a run that is there already is not trained again.
+of the run file, such as the size of the model. The runs of experts have another model, and an exact run of their own.
+Writes a table with the losses along each run, and a picture of how much they are above those of the exact run, to
+`--out`; a run that is there already is not trained again.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from shardwright.config import load
 from shardwright.runs.folder import METRICS
 from shardwright.training.start import start
 
+STAGES, EXPERTS = {"pp": 2, "dp_shard": 1, "zero": 0}, {"dp_shard": 2, "ep": 2, "zero": 3}
 ZERO_3, REPLICAS = {"dp_shard": 2, "zero": 3}, {"dp_replicate": 2, "dp_shard": 1, "zero": 0}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "exact": ZERO_3,
@@ -33,7 +35,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "weights and gradients int8": ZERO_3 | {"compress_weights": "int8", "compress_gradients": "int8"},
     "powersgd-4": REPLICAS | {"compress_gradients": "powersgd-4"},
     "powersgd-1": REPLICAS | {"compress_gradients": "powersgd-1"},
+    "topk-16": REPLICAS | {"compress_gradients": "topk-16"},
+    "topk-4": REPLICAS | {"compress_gradients": "topk-4"},
+    "topk-1": REPLICAS | {"compress_gradients": "topk-1"},
+    "pipeline int8": STAGES | {"compress_pipeline": "int8"},
+    "pipeline fp8": STAGES | {"compress_pipeline": "fp8"},
+    "experts, exact": EXPERTS,
+    "experts, dispatch fp8": EXPERTS | {"compress_dispatch": "fp8"},
 }
+MIXTURE = "model.moe={n_experts=8, top_k=2, d_ffn=96, bias_rate=0.005}"
+"""The change of the model in the runs of experts."""
 
 
 def curve_of(out: Path) -> dict[int, float]:
@@ -54,10 +65,11 @@ def trained(run_file: Path, out: Path, changes: list[str]) -> dict[int, float]:
 
 
 def picture(curves: dict[str, dict[int, float]], path: Path) -> None:
-    """Losses less those of the exact run, after each step at which they were evaluated."""
+    """Losses less those of the exact run of their model, after each step at which they were evaluated."""
     figure, axes = plt.subplots(figsize=(7, 4))
     for name, curve in curves.items():
-        axes.plot(list(curve), [loss - curves["exact"][step] for step, loss in curve.items()], marker="o", label=name)
+        exact = curves["experts, exact" if name.startswith("experts") else "exact"]
+        axes.plot(list(curve), [loss - exact[step] for step, loss in curve.items()], marker="o", label=name)
     axes.set_xlabel("step")
     axes.set_ylabel("validation loss above that of the exact run")
     axes.legend()
@@ -74,7 +86,9 @@ def main() -> None:
     curves = {}
     for name in given.only:
         layout = [f"layout.{key}={value}" for key, value in LAYOUTS[name].items()]
-        curves[name] = trained(given.run_file, given.out / name.replace(" ", "-"), [*given.changes, *layout])
+        model = [MIXTURE] if name.startswith("experts") else []
+        out = given.out / name.replace(",", "").replace(" ", "-")
+        curves[name] = trained(given.run_file, out, [*given.changes, *model, *layout])
         print(name, " ".join(f"{step}: {loss:.4f}" for step, loss in curves[name].items()), flush=True)
     config = load(given.run_file, given.changes)
     steps = sorted(next(iter(curves.values())))
@@ -84,7 +98,7 @@ def main() -> None:
         f"{config.steps} steps of {config.batch.global_batch} x {config.batch.seq_len} tokens of the corpus of `make "
         f"quickstart`, a model of {config.spec().n_parameters / 1e6:.2f}M parameters, 2 ranks, fp32, torch "
         f"{torch.__version__}, seed {config.seed}.",
-        f"Changed of the quickstart: {', '.join(given.changes) or 'nothing'}.",
+        f"Changed of the quickstart: {', '.join(given.changes) or 'nothing'}. Of experts also {MIXTURE}.",
         "",
         f"| validation loss after | {' | '.join(f'{step} steps' for step in steps)} |",
         "| --- |" + " --- |" * len(steps),

@@ -11,8 +11,10 @@ picture to `--out`; a loss that is there already is not computed again. `--set` 
 import argparse
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import matplotlib
 
@@ -67,7 +69,9 @@ def trained(config: RunConfig, spec: ModelSpec, rate: float, steps: int) -> floa
     parameters = dict(model.named_parameters())
     optimizer = build_optimizer(parameters, spec, section)
     for step in range(steps):
-        loss_of(model, windows(train, sizes[0], config, config.batch.global_batch, step)).backward()
+        loss_of(
+            model, windows(train, sizes[0], config, config.batch.global_batch, config.seed * steps + step)
+        ).backward()
         if section.clip_norm:
             torch.nn.utils.clip_grad_norm_(parameters.values(), section.clip_norm)
         set_learning_rate(optimizer, learning_rate(step, steps, rate, config.lr_schedule))
@@ -89,16 +93,19 @@ def best_rate(by_rate: dict[float, float]) -> float:
     return math.exp(-b / (2 * a))
 
 
-def table(found: dict[bool, Losses]) -> str:
-    """Return the losses in Markdown, the best of each row in bold."""
+def table(found: dict[bool, Losses], by_seed: Sequence[dict[bool, Losses]]) -> str:
+    """Return the losses `found`, means over seeds, in Markdown, the best of each row in bold; then the best rate of the
+    means and of each seed."""
     rates = [*next(iter(found[True].values()))]
-    lines = [f"| | `d_model` | {' | '.join(f'{rate:g}' for rate in rates)} | best rate |"]
-    lines.append("| --- " * (len(rates) + 3) + "|")
+    lines = [f"| | `d_model` | {' | '.join(f'{rate:g}' for rate in rates)} | best rate | of each seed |"]
+    lines.append("| --- " * (len(rates) + 4) + "|")
     for with_mup, losses in found.items():
         for width, by_rate in losses.items():
             best = min(by_rate.values())
             cells = [f"**{loss:.3f}**" if loss == best else f"{loss:.3f}" for loss in by_rate.values()]
-            lines.append(f"| {WAYS[with_mup]} | {width} | {' | '.join(cells)} | {best_rate(by_rate):.2g} |")
+            each = [f"{best_rate(losses[with_mup][width]):.2g}" for losses in by_seed]
+            row = [WAYS[with_mup], f"{width}", *cells, f"{best_rate(by_rate):.2g}", ", ".join(each)]
+            lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -125,6 +132,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/mup"))
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
+    parser.add_argument("--seeds", type=int, default=1, help="losses are means over so many seeds")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--set", action="append", default=[], dest="changes", metavar="KEY=VALUE")
     given = parser.parse_args()
@@ -134,19 +142,30 @@ def main() -> None:
     there = {tuple(key): loss for key, loss in map(json.loads, kept.read_text().splitlines())} if kept.exists() else {}
     config = load(given.run_file, [*given.changes, f"steps={given.steps}"])
     base = min(given.widths)
-    found: dict[bool, Losses] = {True: {}, False: {}}
-    for width in given.widths:
-        for with_mup, losses in found.items():
-            spec = replace(at_width(config.model.spec(), width), mup=MupSpec(base_width=base) if with_mup else None)
-            for rate in given.rates:
-                key = (with_mup or width == base, width, rate)  # the base model is the same with muP and without
-                if key not in there:
-                    there[key] = trained(config, spec, rate, given.steps)
-                    with kept.open("a") as file:
-                        file.write(json.dumps([key, there[key]]) + "\n")
-                    print(WAYS[with_mup], width, f"{rate:g}", f"{there[key]:.4f}", flush=True)
-                losses.setdefault(width, {})[rate] = there[key]
-    (given.out / "losses.md").write_text(table(found))
+    by_seed: list[dict[bool, Losses]] = []
+    for seed in range(given.seeds):
+        by_seed.append({True: {}, False: {}})
+        seeded = config.model_copy(update={"seed": seed})
+        for width in given.widths:
+            for with_mup, losses in by_seed[-1].items():
+                spec = replace(at_width(config.model.spec(), width), mup=MupSpec(base_width=base) if with_mup else None)
+                for rate in given.rates:
+                    # The base model is the same with muP and without.
+                    key = (with_mup or width == base, width, rate, seed)
+                    if key not in there:
+                        there[key] = trained(seeded, spec, rate, given.steps)
+                        with kept.open("a") as file:
+                            file.write(json.dumps([key, there[key]]) + "\n")
+                        print(WAYS[with_mup], width, f"{rate:g}", seed, f"{there[key]:.4f}", flush=True)
+                    losses.setdefault(width, {})[rate] = there[key]
+    found = {
+        with_mup: {
+            width: {rate: fmean(each[with_mup][width][rate] for each in by_seed) for rate in given.rates}
+            for width in given.widths
+        }
+        for with_mup in WAYS
+    }
+    (given.out / "losses.md").write_text(table(found, by_seed))
     picture(found, given.out / "losses.svg")
 
 

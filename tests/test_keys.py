@@ -51,9 +51,9 @@ LARGE = Layout(
     node_ranks=2,
 )
 """No key at its default but those of SECONDARY."""
-SECONDARY = Layout(dp_shard=4, zero=3, zero_secondary_ranks=2)
-"""Keys that a pipeline cannot have."""
-EXAMPLES = dict.fromkeys(KEYS, LARGE) | {"zero_secondary_ranks": SECONDARY}
+SECONDARY = Layout(dp_shard=4, ep=2, zero=3, zero_secondary_ranks=2, place_experts_every=100)
+"""Keys that a pipeline, or states on a disk, cannot have."""
+EXAMPLES = dict.fromkeys(KEYS, LARGE) | dict.fromkeys(("zero_secondary_ranks", "place_experts_every"), SECONDARY)
 RUN = {"out": "o", "steps": 1, "data": {"path": "d"}, "batch": {"seq_len": 128, "global_batch": 32}}
 
 

@@ -24,18 +24,35 @@ MANY = replace(MOE, n_experts=64, top_k=4)
 @pytest.mark.parametrize("ep", [1, 4, 16, 64])
 def test_the_busiest_rank_has_the_mean_largest_load_of_random_loads(ep: int):
     loads = np.random.default_rng(0).normal(1, 0.3, (4000, ep, 64 // ep)).mean(axis=2).max(axis=1)
-    assert UnevenLoad("", 0.3).busiest(MANY, np.array([ep]))[0] == pytest.approx(loads.mean(), rel=0.01)
+    assert UnevenLoad("", 0.3).busiest(MANY, np.array([ep]), placed=False)[0] == pytest.approx(loads.mean(), rel=0.01)
 
 
 def test_no_rank_has_more_tokens_than_there_are_and_a_capacity_limits_the_load():
     degrees = np.array([2, 64])
-    assert UnevenLoad("", 10.0).busiest(MANY, degrees).tolist() == [2, 16]
-    assert UnevenLoad("", 10.0).busiest(replace(MANY, capacity_factor=1.25), degrees).tolist() == [1.25, 1.25]
+    assert UnevenLoad("", 10.0).busiest(MANY, degrees, placed=False).tolist() == [2, 16]
+    assert UnevenLoad("", 10.0).busiest(replace(MANY, capacity_factor=1.25), degrees, placed=False).tolist() == [
+        1.25,
+        1.25,
+    ]
 
 
 def test_measured_loads_are_summed_over_the_experts_of_a_rank():
     loads = UnevenLoad("", by_layer=((1.75, 1.25, 0.5, 0.5), (0.5, 0.5, 1.5, 1.5)))
-    assert loads.busiest(replace(MOE, n_experts=4), np.array([1, 2, 4])).tolist() == [1, 1.5, 1.625]
+    assert loads.busiest(replace(MOE, n_experts=4), np.array([1, 2, 4]), placed=False).tolist() == [1, 1.5, 1.625]
+
+
+def test_experts_placed_by_their_load_lower_the_busiest_rank_and_groups_of_a_node_stay_on_it():
+    loads = UnevenLoad("", by_layer=((1.75, 1.25, 0.5, 0.5), (0.5, 0.5, 1.5, 1.5)))
+    few, degrees = replace(MOE, n_experts=4), np.array([1, 2, 4])
+    # Layer 0: 1.75 + 0.5 and 1.25 + 0.5; layer 1: 0.5 + 1.5 twice.
+    assert loads.busiest(few, degrees, placed=True).tolist() == [1, pytest.approx((1.125 + 1) / 2), 1.625]
+    grouped = replace(few, n_groups=2, groups_per_token=1)
+    assert loads.busiest(grouped, degrees, placed=True).tolist() == [1, 1.5, 1.625]
+    assert UnevenLoad("", 0.0).busiest(MANY, np.array([8]), placed=True)[0] == 1
+    normal = UnevenLoad("", 0.3)
+    before, after = (normal.busiest(MANY, np.array([8]), placed=placed)[0] for placed in (False, True))
+    assert before == pytest.approx(1.15, abs=0.01)
+    assert 1 < after < 1.03
 
 
 def test_dropped_tokens_are_the_mean_above_the_capacity():

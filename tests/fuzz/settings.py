@@ -116,6 +116,8 @@ def _choices(rng: Random, layout: Layout, name: str, experts: bool) -> Iterator[
         yield {name: tuple(rng.sample(words, rng.randint(1, len(words))))}
     elif name == "recompute_layers":
         yield from ({name: layers} for layers in (None, 1, 2))
+    elif name == "place_experts_every":
+        yield from ({name: steps} for steps in (0, 1))
     elif name == "loss_chunk_tokens":
         yield from ({name: tokens} for tokens in (0, 1, 4, 7))
     elif name == "zero_secondary_ranks":

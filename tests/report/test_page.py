@@ -177,9 +177,19 @@ def test_a_page_names_experts_that_have_collapsed(tmp_path: Path) -> None:
     assert f"collapsed experts 2 {rest} 1, 2" in found["idle"]
     assert f"collapsed experts 1 {rest} 2" in found["other"]
     assert "collapsed experts" not in found["few"]
-    said = "similarity of experts 0.970 the largest cosine of two experts' rows of a router; their logits are nearly"
+    said = "similarity of routing 0.970 the largest cosine of two experts' rows of a router; their logits are nearly"
     assert said in found["few"].replace("&#39;", "'")
-    assert "similarity of experts" not in found["idle"]
+    assert "similarity of" not in found["idle"]
+
+
+def test_a_page_names_experts_whose_weights_are_alike(tmp_path: Path) -> None:
+    similar = {"expert_similarity_by_layer": [0.21, 0.991], "most_similar_experts": [[0, 2], [1, 3]]}
+    records = [moe_record(50), evaluation(50, 2.0) | similar]
+    found = " ".join(" ".join(page_of(write_run(tmp_path / "alike", records, *EXPERTS))[1].text).split())
+    said = (
+        "similarity of experts 0.991 the largest cosine of two experts' weights, at the last evaluation; above 0.95: "
+    )
+    assert f"{said}layer 1: 1 and 3" in found.replace("&#39;", "'")
 
 
 def test_a_page_without_a_pipeline_does_not_speak_of_one(tmp_path: Path) -> None:

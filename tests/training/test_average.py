@@ -79,7 +79,7 @@ def test_a_step_that_changes_nothing_has_a_part_in_the_average():
     seen: list[int] = []
     result = object()
     stub = SimpleNamespace(
-        _try=lambda *_: result, spikes=None, lacks_targets=True, _announce_change=lambda: None,
+        _try=lambda *_: result, spikes=None, lacks_targets=True, announce_change=lambda: None,
         average=SimpleNamespace(update=seen.append),
     )  # fmt: skip
     assert [Trainer.step(cast(Any, stub), cast(Any, None), step, 0.1) for step in (0, 1)] == [result] * 2

@@ -17,8 +17,10 @@ from shardwright.config import load, parse
 from shardwright.layout.layout import Layout
 from shardwright.model.presets import resolve
 from shardwright.model.sections import MoESpec
+from shardwright.parallel.boxes import local_box
 from shardwright.parallel.model import ExpertLoad
 from shardwright.parallel.norm import local_part
+from shardwright.parallel.similarity import similar_experts, similar_routers
 from shardwright.runs.folder import PHASES
 from shardwright.system.errors import InputError, ShardwrightError
 from shardwright.training.device import peak_flops_per_s, peak_of_name
@@ -278,22 +280,38 @@ def test_a_line_of_a_mixture_has_the_epochs_and_losses_of_its_sources():
     assert numbers_of(told) == {"loss": 2.5, "sources/web": 2.0, "sources/code": 3.0}
 
 
-def similarity(layout: Layout, alike: bool) -> list[float]:
-    """Of the routers of a model of four layers; the third has two equal rows, if `alike`."""
+def similarity(layout: Layout, alike: bool) -> list[tuple[list[float], list[float]]]:
+    """Of the routers and of the experts of a model of four layers, after experts have moved, if they do: the largest
+    cosines and their pairs. If `alike`, the third layer has equal rows of the router, and experts 1 and 3 are equal."""
     spec = replace(SPEC, n_heads=4, n_kv_heads=2, d_model=32, n_layers=4, moe=EXPERTS)
     model = build(layout, torch.float32, spec).model
     for name, parameter in model.named_parameters.items():
         if alike and name.startswith("layers.2.") and name.endswith("router.weight"):
             with torch.no_grad():
                 local_part(parameter).fill_(0.5)
-    found = model.router_similarity()
-    assert found is not None
-    return [round(value, 5) for value in found.tolist()]
+        if alike and name.startswith("layers.2.") and ".experts." in name:
+            local, (first, *_) = local_box(parameter)
+            for expert in {1, 3} & {*range(first, first + len(local))}:
+                with torch.no_grad():
+                    local[expert - first] = 0.01 * torch.arange(parameter.shape[1]).view(-1, 1)
+    if model.places is not None:
+        shifted = {layer: (*order[1:], *order[:1]) for layer, order in model.places.home.items()}
+        model.places.move(shifted, model.named_parameters)
+    found = similar_routers(model), similar_experts(model)
+    return [
+        ([round(value, 5) for value in most_L3[:, 0].tolist()], most_L3[:, 1:].tolist())
+        for most_L3 in found
+        if most_L3 is not None
+    ]
 
 
-def test_the_similarity_of_routers_is_the_same_on_every_layout():
+def test_the_similarity_of_routers_and_of_experts_is_the_same_on_every_layout():
     (whole,) = run_ranks(similarity, 1, Layout(), False)
-    assert all(-0.9 < value < 0.9 for value in whole)
-    for layout in (Layout(pp=2, dp_shard=2, zero=3), Layout(tp=2, dp_shard=2, ep=2, zero=1)):
+    (alike,) = run_ranks(similarity, 1, Layout(), True)
+    assert all(-0.9 < value < 0.9 for values, _ in whole for value in values)
+    assert [values for values, _ in alike] == [[*values[:2], 1.0, values[3]] for values, _ in whole]
+    assert alike[1][1] == [*whole[1][1][:2], [1.0, 3.0], whole[1][1][3]]
+    moving = Layout(tp=2, dp_shard=2, ep=2, zero=1, place_experts_every=1)
+    for layout in (Layout(pp=2, dp_shard=2, zero=3), moving):
         assert run_ranks(similarity, 4, layout, False) == [whole] * 4
-        assert run_ranks(similarity, 4, layout, True) == [[*whole[:2], 1.0, whole[3]]] * 4
+        assert run_ranks(similarity, 4, layout, True) == [alike] * 4

@@ -59,7 +59,7 @@ from shardwright.cost.matmuls import reached_flops_per_s
 from shardwright.cost.parameters import RankParameters
 from shardwright.cost.passes import reached_bytes_per_s
 from shardwright.cost.pipeline import Stages
-from shardwright.layout.keys import ERROR_FEEDBACK
+from shardwright.layout.keys import ERROR_FEEDBACK, POWERSGD
 from shardwright.layout.layout import Layout
 from shardwright.model.row import Row
 from shardwright.model.spec import ModelSpec
@@ -155,10 +155,10 @@ def counts(model: ModelSpec, stages: Stages, candidates: Candidates) -> Ints:
         for row in block.rows if rank or k else ():
             if rank and factored(row, rank):
                 found += np.array(_of_row(row))[:, None, None] * layers
-            for tp in np.unique(candidates.tp).tolist() if k else ():
-                if sparsified(row, k, tp, model.n_kv_heads):
+            for tp, ep in np.unique(np.stack([candidates.tp, candidates.ep], 1), axis=0).tolist() if k else ():
+                if sparsified(row, k, tp, ep, model.n_kv_heads):
                     of_shard = np.array([row.numel // tp, 0, 0, blocks_of_shard(row, tp)])
-                    found += of_shard[:, None, None] * (candidates.tp == tp)[:, None] * layers
+                    found += of_shard[:, None, None] * ((candidates.tp == tp) & (candidates.ep == ep))[:, None] * layers
     return found
 
 
@@ -209,7 +209,7 @@ def computed(job: Job, candidates: Candidates, held: RankParameters) -> dict[str
 
 def problems(job: Job, layout: Layout) -> Iterator[str]:
     """Yield the reasons why gradients of this job cannot be compressed with error feedback."""
-    if layout.compress_gradients in ERROR_FEEDBACK and job.element_bytes != 4:
+    if layout.compress_gradients in POWERSGD and job.element_bytes != 4:
         yield (
             f"layout.compress_gradients={layout.compress_gradients!r} needs matmuls in fp32, the type of the "
             f"parameters, and here the precision is {job.precision}; price it with --precision fp32, or "

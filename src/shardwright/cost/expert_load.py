@@ -8,8 +8,11 @@ min(ep, E / K). With a capacity factor C, an expert computes at most C, and drop
 Ignored: the memory and the element-wise operations of the busiest rank, and layers whose busiest ranks differ.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from random import Random
 from statistics import NormalDist, fmean
 
 import numpy as np
@@ -17,6 +20,7 @@ from numpy.typing import NDArray
 
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
+from shardwright.split.placement import home, movable_together, place, rank_loads
 from shardwright.system.errors import InputError
 from shardwright.system.files import parse_json, read_bytes, reason
 
@@ -24,6 +28,8 @@ USUAL_CV = 0.3
 """The coefficient of variation whose cost a plan with even loads shows."""
 LARGEST_CV = 10.0
 KEY = "tokens_by_expert"
+_DRAWN = 16
+"""Layers that stand for loads of a given coefficient of variation, to place their experts."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +41,16 @@ class UnevenLoad:
     cv: float = 0.0
     by_layer: tuple[tuple[float, ...], ...] = ()
 
-    def busiest(self, moe: MoESpec, ep: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the load of the busiest rank for each degree of ep, (n,), as a multiple of the mean."""
+    def busiest(self, moe: MoESpec, ep: NDArray[np.int64], *, placed: bool) -> NDArray[np.float64]:
+        """Return the load of the busiest rank for each degree of ep, (n,), as a multiple of the mean. `placed`: experts
+        are placed on ranks by their load (`split/placement.py`)."""
         degrees, at = np.unique(ep, return_inverse=True)
-        return np.array([self._busiest(moe, int(degree)) for degree in degrees])[at]
+        load_of = _placed if placed else UnevenLoad._busiest
+        return np.array([load_of(self, moe, int(degree)) for degree in degrees])[at]
 
     def _busiest(self, moe: MoESpec, ep: int) -> float:
         if self.by_layer:
-            limit = moe.capacity_factor or np.inf
-            loads = np.minimum(np.array(self.by_layer), limit).reshape(len(self.by_layer), ep, -1)
-            return float(loads.mean(axis=2).max(axis=1).mean())
+            return _mean_busiest(self.by_layer, moe, ep, placed=False)
         deviations = NormalDist().inv_cdf((ep - 0.375) / (ep + 0.25))
         load = 1 + self.cv / (moe.n_experts / ep) ** 0.5 * deviations
         return min(load, ep, moe.n_experts / moe.top_k, moe.capacity_factor or np.inf)
@@ -59,6 +65,29 @@ class UnevenLoad:
             return max(1 - moe.capacity_factor, 0.0)
         normal, z = NormalDist(), (moe.capacity_factor - 1) / self.cv
         return self.cv * (normal.pdf(z) - z * (1 - normal.cdf(z)))
+
+
+@lru_cache
+def _placed(load: UnevenLoad, moe: MoESpec, ep: int) -> float:
+    """Return the load of the busiest rank after a placement of the experts by the same loads. With a coefficient of
+    variation, it is the mean over `_DRAWN` layers of drawn normal loads."""
+    if load.by_layer:
+        return _mean_busiest(load.by_layer, moe, ep, placed=True)
+    random = Random(0)
+    drawn = [[max(0.0, random.gauss(1, load.cv)) for _ in range(moe.n_experts)] for _ in range(_DRAWN)]
+    layers = [[expert / (fmean(layer) or 1.0) for expert in layer] for layer in drawn]
+    return min(_mean_busiest(layers, moe, ep, placed=True), load._busiest(moe, ep))
+
+
+def _mean_busiest(layers: Sequence[Sequence[float]], moe: MoESpec, ep: int, *, placed: bool) -> float:
+    """Return the load of the busiest rank of each layer / its mean expert's load of 1, on average over layers."""
+    order, limit = home(moe.n_experts), moe.capacity_factor or np.inf
+    loads = []
+    for layer in layers:
+        after = place(layer, order, ep, movable_together(moe)) if placed else order
+        computed = [min(load, limit) for load in layer]
+        loads.append(float(rank_loads(computed, after, ep).max()) / (moe.n_experts // ep))
+    return fmean(loads)
 
 
 def read_expert_load(text: str, spec: ModelSpec) -> UnevenLoad:

@@ -74,11 +74,12 @@ class Job:
         differs = self.model.window or self.model.linear_attention
         return ("attended_tokens", self.model.mean_attended(tokens)) if differs else (symbol, tokens)
 
-    def busiest_load(self, ep: Ints) -> Floats:
-        """Return the load of the busiest rank of ep, (n,), as a multiple of the mean load."""
+    def busiest_load(self, ep: Ints, *, placed: bool) -> Floats:
+        """Return the load of the busiest rank of ep, (n,), as a multiple of the mean load. `placed`: experts are placed
+        on ranks by their load."""
         if self.expert_load is None or self.model.moe is None:
             return np.ones(len(ep))
-        return self.expert_load.busiest(self.model.moe, ep)
+        return self.expert_load.busiest(self.model.moe, ep, placed=placed)
 
     @property
     def optimizer_kind(self) -> OptimizerKind:

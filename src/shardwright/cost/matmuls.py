@@ -118,7 +118,8 @@ def layer_matmuls(job: Job, candidates: Candidates, block: BlockShape, tokens: F
         if first.matmul == "routed":
             assert job.model.moe is not None
             experts = first.shape[0] / candidates.ep
-            rows = tokens / candidates.tp * job.model.moe.top_k / experts * job.busiest_load(candidates.ep)
+            load = job.busiest_load(candidates.ep, placed=candidates.shared.place_experts_every > 0)
+            rows = tokens / candidates.tp * job.model.moe.top_k / experts * load
             apart = not job.stack.speed.groups_matmuls
             yield Matmul(
                 group.name, rows, first.shape[-1], n_out, experts, apart=apart, frozen=first.frozen, stored=first.stored

@@ -365,7 +365,7 @@ def dispatch(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -
     what = "tokens of experts, all-to-all"
     f = Formulas(
         "B", T=tokens, tp=candidates.tp, top_k=spec.moe.top_k, h=spec.d_model, e=job.element_bytes,
-        busiest_load=job.busiest_load(candidates.ep),
+        busiest_load=job.busiest_load(candidates.ep, placed=candidates.shared.place_experts_every > 0),
     )  # fmt: skip
     n_bytes = f("bytes to experts", f.T / f.tp * f.top_k * f.h * f.e * f.busiest_load)
     e_sent = transit_bytes(job, candidates.shared.compress_dispatch)

@@ -153,6 +153,23 @@ class LayoutKeys:
         lambda layout, sizes: f"ranks hold {sizes.n_experts // layout.ep} of {sizes.n_experts} experts each",
         runner_up=True,
     )
+    place_experts_every: int = _key(
+        0,
+        help="ep only: steps after which experts are exchanged between the ranks of ep, where that lowers the measured "
+        "load of the busiest rank; 0: never",
+        words=lambda layout, sizes: (
+            "steps after which experts are exchanged between ranks by their load"
+            if layout.place_experts_every
+            else "experts stay on their ranks"
+        ),
+        least=0,
+        most=2**31,
+        used=lambda layout: layout.ep > 1,
+        needs="ep above 1",
+        group="ep",
+        in_turn=(1,),
+        planned=lambda layout: (layout.place_experts_every,),
+    )
     dp_replicate: int = _degree(
         "dp_replicate",
         "replicas of the model; each reads its own samples",

@@ -98,6 +98,12 @@ class Layout(LayoutKeys, NumberedRanks):
                 f"layout.zero={self.zero} shards over dp_shard x cp, which is 1, while dp_replicate="
                 f"{self.dp_replicate} only replicates; set dp_shard={self.dp_replicate} and dp_replicate=1, or zero=0"
             )
+        if self.place_experts_every and self.offload_optimizer == "disk":
+            yield (
+                f"layout.place_experts_every={self.place_experts_every} with offload_optimizer='disk': experts move "
+                f"with their optimizer states, and files of states are not moved between ranks; set "
+                f"offload_optimizer='none' or 'cpu', or place_experts_every=0"
+            )
         if self.cp_method != "usp":
             return
         if self.cp % self.ulysses_degree:
@@ -138,11 +144,11 @@ class Layout(LayoutKeys, NumberedRanks):
                 f"tp=1, ep=1 and a pp_schedule without replicas of stages, and here zero={self.zero}, tp={self.tp}, "
                 f"ep={self.ep} and {self.pp_schedule!r}; change those, or set compress_gradients='bf16'"
             )
-        if how in TOPK and (self.zero or self.cp * self.ep > 1 or replicated):
+        if how in TOPK and (self.zero or replicated):
             yield (
-                f"layout.compress_gradients={how!r} needs the whole gradient of a rank's sequences, once a rank: "
-                f"zero=0, cp=1, ep=1 and a pp_schedule without replicas of stages, and here zero={self.zero}, "
-                f"cp={self.cp}, ep={self.ep} and {self.pp_schedule!r}; change those, or set compress_gradients='bf16'"
+                f"layout.compress_gradients={how!r} needs the whole gradient of a rank's tokens, once a rank: zero=0 "
+                f"and a pp_schedule without replicas of stages, and here zero={self.zero} and {self.pp_schedule!r}; "
+                f"change those, or set compress_gradients='bf16'"
             )
         if shards % self.node_ranks:
             yield (

@@ -218,10 +218,11 @@ class MoE(nn.Module):
         routing = self.router(x_BTD, site_keys_B, positions_T, real)
         experts_NK, weights_NK = routing.experts_BTK.flatten(0, 1), routing.weights_BTK.flatten(0, 1)
         kept_NK = None if routing.kept_BTK is None else routing.kept_BTK.flatten(0, 1)
+        experts_NK, given_E = self.positions(experts_NK, routing.given_E)
         rows = sort_rows(experts_NK, kept_NK, routing.asked_BE.shape[1])
         of_inputs, of_outputs = (weights_NK, None) if self.router.moe.scale_input else (None, weights_NK)
         rows_RD = dispatch(x_BTD.flatten(0, 1), rows, of_inputs)
-        y_RD, shared_BTD = self.run(rows_RD, routing.given_E, x_BTD)
+        y_RD, shared_BTD = self.run(rows_RD, given_E, x_BTD)
         y_BTD = combine(y_RD, of_outputs, rows).view_as(x_BTD)
         if shared_BTD is not None:
             y_BTD = y_BTD + shared_BTD
@@ -234,6 +235,10 @@ class MoE(nn.Module):
         values = [nothing if loss is None else loss.detach() for loss in losses]
         self.last_load = LayerLoad(asked_E, (asked_E - routing.given_E).sum(), *values)
         return y_BTD
+
+    def positions(self, experts_NK: Tensor, given_E: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the positions of the experts in the matrices, (N, K), and the tokens of the expert at each, (E,)."""
+        return experts_NK, given_E
 
     def run(self, rows_RD: Tensor, counts_E: Tensor, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the experts' outputs for their rows, (R, D), and the shared experts' for all tokens, (B, T, D)."""

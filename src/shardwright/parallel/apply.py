@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from shardwright.layout.layout import Layout
 from shardwright.model.linear_attention import GatedDeltaNet
@@ -19,7 +20,7 @@ from shardwright.model.number_formats import Fp8
 from shardwright.model.recompute import checkpointed, recompute_parts
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
-from shardwright.parallel.compressed import Compression, codec_of
+from shardwright.parallel.compressed import Compression, OverReplicas, codec_of
 from shardwright.parallel.context import ContextAttention
 from shardwright.parallel.data import (
     DataEngine,
@@ -92,7 +93,8 @@ def apply(
     sharded = experts_apart or needs_sharding(layout, compute_dtype, param_dtype)
     compression = Compression.from_layout(layout, mesh, expert_mesh)
     secondary = build_secondary_groups(layout, mesh, expert_mesh)
-    shards: list[Sharded] = []
+    shards: list[list[FSDPModule]] = []
+    replicas_apart = compression.gradients is not None or elements_of_block(layout) > 0
     stores: list[ActivationsOnHost] = []
     for part in parts:
         blocks = list(part.layers.values())
@@ -111,16 +113,21 @@ def apply(
             stores.append(ActivationsOnHost(device, layout.offload_min_bytes))
         _run_blocks(blocks, layout, stores[-1] if stores else None, compile_blocks, cuda_graphs)
         if sharded:
-            dtypes = compute_dtype, param_dtype
-            shards.append(shard(part, blocks, layout, mesh, expert_mesh, compression, secondary, *dtypes))
+            kinds = compute_dtype, param_dtype, replicas_apart
+            shards.append(shard(part, blocks, layout, mesh, expert_mesh, compression, secondary, *kinds))
         fill(part, spec, seed, device, torch.device("cpu") if layout.offload_parameters == "cpu" else device)
     named = [dict(part.named_parameters()) for part in parts]
     plain = [{} if sharded else plain_parameters(part) for part in parts]
     copied = needs_masters(layout, compute_dtype, param_dtype)
     feedback = _error_feedback(spec, layout, mesh, named, plain, seed, sharded or copied)
     masters = [MasterWeights(part, compute_dtype) for part in parts] if copied else []
-    engines: list[DataEngine] = [*shards, *masters] or [
-        _replicated(part, groups, compression, feedback[i] if feedback else None) for i, part in enumerate(parts)
+    summed_by = feedback or [None] * len(parts)
+    engines: list[DataEngine] = [*masters]
+    for units, summed in zip(shards, summed_by, strict=False):
+        assert not isinstance(summed, PowerSGD)
+        engines.append(Sharded(units, layout, OverReplicas(compression, summed) if replicas_apart else None))
+    engines = engines or [
+        _replicated(part, groups, compression, summed) for part, summed in zip(parts, summed_by, strict=True)
     ]
     stages = [
         PipelineStage(part, engine) for part, engine in zip(parts, engines, strict=True) if isinstance(part, StageModel)
@@ -183,7 +190,7 @@ def _error_feedback(
     Raises LayoutError if matmuls do not use the type of the parameters.
     """
     rank, k = powersgd_rank(layout), elements_of_block(layout)
-    if (rank or k) and sharded:
+    if rank and sharded:
         raise LayoutError(
             f"layout.compress_gradients={layout.compress_gradients!r} needs matmuls in the type of the parameters; set "
             f"precision.compute='fp32', or compress_gradients='bf16'"
@@ -191,7 +198,7 @@ def _error_feedback(
     if rank:
         return [PowerSGD(parameters, spec, rank, mesh["replicas"], seed) for parameters in named]
     both = zip(named, plain, strict=True)
-    return [TopK(*parameters, spec, k, layout.tp, mesh) for parameters in both] if k else []
+    return [TopK(*parameters, spec, k, layout, mesh) for parameters in both] if k else []
 
 
 def _replicated(

@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 from shardwright.layout.layout import Layout
 from shardwright.parallel.compression import BufferPart, Codec, Floats, Integers, RoundedCodec, reduce_scatter, sum_over
 from shardwright.parallel.mesh import lines_of
+from shardwright.parallel.replicas import sum_together
+from shardwright.parallel.topk import TopK
 from shardwright.split.compression import REPLICA_BUCKET_BYTES
 from shardwright.system.torch_private import all_gather_single, parameter_groups, reduce_unused_parameters
 from shardwright.system.units import in_groups
@@ -125,22 +127,28 @@ class _AllGather(_Buffers):
 class OverReplicas:
     """Sums gradient shards over the ranks that hold replicas of them; dense parameters and experts apart."""
 
-    def __init__(self, compression: Compression) -> None:
-        self.compression = compression
+    def __init__(self, compression: Compression, feedback: TopK | None = None) -> None:
+        """`feedback` sums the gradients of its own parameters."""
+        self.compression, self.feedback = compression, feedback
+        self._apart = set() if feedback is None else set(map(id, feedback.parameters))
 
     def sum(self, modules: Iterable[FSDPModule]) -> None:
         """Sum the gradients of FSDP2's parameter groups, in place."""
         codec, replicas = self.compression.gradients, self.compression.replicas
-        assert codec is not None
         by_mesh: dict[str, list[Tensor]] = defaultdict(list)
         for module in modules:
             for group in parameter_groups(module):
                 for parameter in group.fsdp_params:
                     gradient = parameter.sharded_param.grad
-                    if isinstance(gradient, DTensor):
+                    if isinstance(gradient, DTensor) and id(parameter.sharded_param) not in self._apart:
                         names = gradient.device_mesh.mesh_dim_names or ()
                         by_mesh["expert_" if "expert_shards" in names else ""].append(gradient.to_local())
         for prefix, gradients in by_mesh.items():
             if prefix in replicas:
                 for bucket in in_groups(gradients, lambda gradient: gradient.nbytes, REPLICA_BUCKET_BYTES):
-                    sum_over(bucket, replicas[prefix], codec)
+                    if codec is None:
+                        sum_together(bucket, replicas[prefix])
+                    else:
+                        sum_over(bucket, replicas[prefix], codec)
+        if self.feedback is not None:
+            self.feedback.sum()

@@ -311,9 +311,12 @@ def shard(
     secondary: Mapping[str, dist.ProcessGroup],
     compute_dtype: torch.dtype,
     param_dtype: torch.dtype,
-) -> Sharded:
+    replicas_apart: bool,
+) -> list[FSDPModule]:
     """Apply FSDP2: make the parameters DTensors sharded over dp_shard x cp (in place), with one FSDP group for each
-    block and one for the other modules.
+    block and one for the other modules. Return the groups, the outermost first.
+
+    `replicas_apart`: FSDP2 does not sum gradients over replicas; `Sharded` gets an `OverReplicas` for that.
 
     Parameters are stored in `param_dtype` and used in `compute_dtype`; gradients are reduced and accumulated in
     `param_dtype`. With `layout.offload_parameters` shards of parameters and gradients are in host memory: parameters
@@ -336,7 +339,7 @@ def shard(
     def group_of(module: nn.Module, along: DeviceMesh, prefix: str, reshard: bool, dim: int = 0) -> FSDPModule:
         replicas = f"{prefix}replicas"
         shards = f"{prefix}shards"
-        replicated = compression.gradients is None and replicas in (along.mesh_dim_names or ())
+        replicated = not replicas_apart and replicas in (along.mesh_dim_names or ())
         over = along[replicas, shards] if replicated else along[shards]
         group = fully_shard(
             module,
@@ -369,8 +372,7 @@ def shard(
     groups = [root, *chain(*units)]
     if layout.zero == 3:
         _gather_ahead(root, units)
-    over_replicas = None if compression.gradients is None else OverReplicas(compression)
-    return Sharded(groups, layout, over_replicas)
+    return groups
 
 
 def _gather_ahead(root: FSDPModule, units: Sequence[Sequence[FSDPModule]]) -> None:

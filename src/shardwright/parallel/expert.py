@@ -21,7 +21,7 @@ Shapes: N tokens of this rank, K experts of a token, R = N K rows, S rows receiv
 a rank, n ranks of ep, D model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -72,10 +72,23 @@ class ExchangingMoE(MoE):
         self.shared, self.shared_gate = whole.shared, whole.shared_gate
         self.tally, self.last_load = whole.tally, whole.last_load
         self.exchange = exchange
+        self._order: tuple[Tensor, Tensor] | None = None
+        """The expert at each position, and the position of each expert; None: position e has expert e."""
 
     # The compiler of PyTorch 2.11 fails if the exchange interrupts a function that has made autograd functions. So the
     # parts of a mixture are compiled, and their caller is not.
     forward = torch.compiler.disable(MoE.forward, recursive=False)
+
+    def use_order(self, order: Sequence[int] | None, device: torch.device) -> None:
+        """Set the expert at each position of the matrices of all ranks; None: position e has expert e."""
+        expert_E = None if order is None else torch.tensor(order, device=device)
+        self._order = None if expert_E is None else (expert_E, expert_E.argsort())
+
+    def positions(self, experts_NK: Tensor, given_E: Tensor) -> tuple[Tensor, Tensor]:
+        if self._order is None:
+            return experts_NK, given_E
+        expert_E, position_E = self._order
+        return position_E[experts_NK], given_E.index_select(0, expert_E)
 
     def run(self, rows_RD: Tensor, counts_E: Tensor, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
         finish = self.exchange(self.experts, rows_RD, counts_E)

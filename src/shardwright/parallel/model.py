@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -15,13 +14,13 @@ from shardwright.model.modules import row_of
 from shardwright.model.moe import expert_layers, learn_from_load, take_load
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
-from shardwright.parallel.boxes import gather_whole
 from shardwright.parallel.data import MasterWeights
 from shardwright.parallel.mesh import Groups
 from shardwright.parallel.microbatch_runner import Runner
 from shardwright.parallel.norm import as_part
 from shardwright.parallel.offload import ActivationsOnHost
 from shardwright.parallel.pipeline.tied import TiedParameters, first_of_each
+from shardwright.parallel.placement import ExpertPlaces
 from shardwright.parallel.replicas import sum_replica_gradients
 from shardwright.parallel.routing import LossScale
 from shardwright.split.documents import Lengths, deals_documents, spans_of_documents
@@ -91,6 +90,8 @@ class ParallelModel:
         self.losses = LossScale(parts)
         self.loss_scale = 1.0
         """The factor of the step's losses."""
+        self.places = ExpertPlaces(parts, spec, mesh.device_type) if layout.place_experts_every else None
+        """The positions of the experts, if they change between steps."""
         self.load: ExpertLoad | None = None
         """The load of the experts in the last step; None before the first step and without experts."""
 
@@ -192,22 +193,6 @@ class ParallelModel:
         self.load = ExpertLoad(counts_LE[:, :-1], counts_LE[:, -1], losses_L2)
         for part in self.parts if update else ():
             learn_from_load(part, {layer: counts_LE[int(layer), :-1] for layer in expert_layers(part)})
-
-    @torch.no_grad()
-    def router_similarity(self) -> Tensor | None:
-        """Return for each layer the largest cosine of two experts' rows of the router, (L,), -1 for dense layers: at 1
-        the logits of both experts are proportional, except for their biases. Every rank calls this, which gathers each
-        router; None without experts, or if parameters are in host memory."""
-        if self.spec.moe is None or self.layout.offload_parameters != "none":
-            return None
-        largest_L = torch.full((self.spec.n_blocks,), -1.0, device=self.mesh.device_type)
-        for name, parameter in self.named_parameters.items():
-            if name.endswith(".router.weight"):
-                rows_ED = F.normalize(gather_whole(parameter).float(), dim=-1)
-                largest_L[int(name.split(".")[1])] = (rows_ED @ rows_ED.T).fill_diagonal_(-1.0).max()
-        if self.groups.pp is not None:
-            dist.all_reduce(largest_L, dist.ReduceOp.MAX, group=self.groups.pp)
-        return largest_L
 
     def after_change(self) -> None:
         """Update the copies and duplicates on this rank after a change of `named_parameters`."""

@@ -31,9 +31,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from shardwright.layout.layout import Layout
 from shardwright.model.modules import row_of
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.compression import BufferPart, in_blocks, out_of_blocks, shape_in_blocks
+from shardwright.parallel.norm import as_part, local_part
 from shardwright.split.compression import PLACE_BYTES, REPLICA_BUCKET_BYTES, sparsified
 from shardwright.system.torch_private import all_gather_single
 from shardwright.system.units import in_groups
@@ -57,7 +59,7 @@ class TopK:
         plain: Mapping[str, nn.Parameter],
         spec: ModelSpec,
         k: int,
-        tp: int,
+        layout: Layout,
         mesh: DeviceMesh,
     ) -> None:
         """`named`: parameters by global name; `plain`: the plain tensors that replace DTensors over tp. `sparsified`
@@ -66,15 +68,20 @@ class TopK:
         self._members: dict[str, _SparseParameter] = {}
         for name, whole in named.items():
             row = row_of(spec, name)
-            if sparsified(row, k, tp, spec.n_kv_heads):
+            if sparsified(row, k, layout.tp, layout.ep, spec.n_kv_heads):
                 parameter = plain.get(name, whole)
-                error = torch.zeros_like(parameter).detach()
+                error = torch.zeros_like(local_part(parameter)).detach()
                 of_all = _of_all_ranks(error, whole, row.split_dim, mesh)
                 self._members[name] = _SparseParameter(parameter, error, of_all)
 
     def __contains__(self, name: str) -> bool:
         """Return whether the gradient of a parameter is compressed."""
         return name in self._members
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are compressed."""
+        return [member.parameter for member in self._members.values()]
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -102,7 +109,7 @@ class TopK:
         """Return the elements that this rank sends and their places in their blocks, (B, K), and keep the rest."""
         gradient = member.parameter.grad
         if gradient is not None:  # it is None if no token of the step reaches the parameter
-            member.error.add_(gradient)
+            member.error.add_(local_part(gradient))
         part = BufferPart.from_shape(member.error.shape)
         blocks_BE = in_blocks(member.error.view(1, -1), part.columns)[0]
         places_BK = blocks_BE.abs().topk(self.k, sorted=False).indices
@@ -114,16 +121,19 @@ class TopK:
         return values_BK, places_BK.to(torch.uint8)
 
     def _set_gradient(self, parameter: nn.Parameter, value_nX: Tensor, place_nX: Tensor) -> None:
-        part = BufferPart.from_shape(parameter.shape)
+        local = local_part(parameter)
+        part = BufferPart.from_shape(local.shape)
         sum_BE = value_nX.new_zeros(shape_in_blocks(part))
         # One rank after another: additions to one element in any order would give each rank other bits on a GPU.
         for value_X, place_X in zip(value_nX, place_nX, strict=True):
             sum_BE.scatter_add_(1, place_X.view(-1, self.k).long(), value_X.view(-1, self.k))
-        gradient = out_of_blocks(sum_BE[None], part).view_as(parameter)
-        if parameter.grad is None:
-            parameter.grad = gradient
+        gradient = out_of_blocks(sum_BE[None], part).view_as(local)
+        if parameter.grad is not None:
+            local_part(parameter.grad).copy_(gradient)
+        elif isinstance(parameter, DTensor):
+            parameter.grad = as_part(gradient, parameter, parameter.device_mesh, parameter.placements)
         else:
-            parameter.grad.copy_(gradient)
+            parameter.grad = gradient
 
     def _sent_bytes(self, member: _SparseParameter) -> int:
         n_blocks, _ = shape_in_blocks(BufferPart.from_shape(member.error.shape))

@@ -251,12 +251,18 @@ def expert_load_in_words(priced: PricedLayout) -> str:
     if given is None:
         more = other / priced.step_s - 1
         return f"experts have even loads; with --expert-load {usual.text} a step takes {more:.1%} longer"
-    load = float(job.busiest_load(np.array([priced.choice.layout.ep]))[0])
+    layout = priced.choice.layout
+    load, placed = (float(job.busiest_load(np.array([layout.ep]), placed=by_load)[0]) for by_load in (False, True))
+    change = ""
+    if layout.place_experts_every:
+        load, change = placed, f" ({load:.2f} with layout.place_experts_every=0)"
+    elif placed < load:
+        change = f" ({placed:.2f} if layout.place_experts_every places them by their load)"
     dropped = given.dropped(job.model.moe)
     lost = f"; {dropped:.1%} of the tokens of experts are dropped" if dropped else ""
     return (
-        f"with --expert-load {given.text} the busiest rank has {load:.2f} times the mean load, and a step takes "
-        f"{priced.step_s / other - 1:.1%} longer than with even loads{lost}"
+        f"with --expert-load {given.text} the busiest rank has {load:.2f} times the mean load{change}, and a step "
+        f"takes {priced.step_s / other - 1:.1%} longer than with even loads{lost}"
     )
 
 

@@ -21,7 +21,8 @@ IDLE_LOAD, COLLAPSE_RECORDS = 0.1, 5
 records, at least this many."""
 
 ALIKE = 0.95
-"""The cosine of two experts' rows of a router above which their logits are reported as nearly proportional."""
+"""The cosine above which two experts are named: of their weights, or of their rows of a router, whose logits are then
+nearly proportional."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,10 @@ class RunHeadline:
     load_entropy: float | None
     router_similarity: float | None
     """The largest cosine of two experts' rows of a router."""
+    expert_similarity: float | None
+    """The largest cosine of the weights of two experts of a layer."""
+    similar_experts: dict[int, tuple[int, int]]
+    """By layer, the two experts whose weights are the most similar, if above `ALIKE`."""
     collapsed_experts: dict[int, tuple[int, ...]]
     """By layer, the experts that few tokens have picked in the last records (`collapsed_experts`)."""
     dropped_fraction: float | None
@@ -153,7 +158,12 @@ class RunHeadline:
                 "; their logits are nearly proportional, except for biases" if self.router_similarity > ALIKE else ""
             )
             rest = f"the largest cosine of two experts' rows of a router{alike}"
-            yield Fact("similarity of experts", f"{self.router_similarity:.3f}", rest)
+            yield Fact("similarity of routing", f"{self.router_similarity:.3f}", rest)
+        if self.expert_similarity is not None:
+            pairs = (f"layer {layer}: {first} and {other}" for layer, (first, other) in self.similar_experts.items())
+            named = f"; above {ALIKE:g}: {'; '.join(pairs)}" if self.similar_experts else ""
+            rest = f"the largest cosine of two experts' weights, at the last evaluation{named}"
+            yield Fact("similarity of experts", f"{self.expert_similarity:.3f}", rest)
         if self.collapsed_experts:
             by_layer = "; ".join(
                 f"layer {layer}: {', '.join(map(str, experts))}" for layer, experts in self.collapsed_experts.items()
@@ -180,6 +190,7 @@ def headline(run: RunRecord) -> RunHeadline:
     segments = tuple(map(_segment_numbers, run.segments))
     bad = [step for step, loss in run.losses if not math.isfinite(loss)]
     last = run.train[-1] if run.train else None
+    similar = run.validation[-1] if run.validation else None
     validation_loss = _finite(run.validation[-1].loss) if run.validation else None
     of_pairs = run.config.preference.kind != "none"  # whose loss is no cross-entropy
     return RunHeadline(
@@ -208,12 +219,25 @@ def headline(run: RunRecord) -> RunHeadline:
         load_of_worst_layer=max(last.load_by_layer, default=None) if last else None,
         load_entropy=last.load_entropy if last else None,
         router_similarity=max(last.router_similarity_by_layer, default=None) if last else None,
+        expert_similarity=max(similar.expert_similarity_by_layer, default=None) if similar else None,
+        similar_experts=similar_pairs(run),
         collapsed_experts=collapsed_experts(run),
         dropped_fraction=last.dropped_fraction if last else None,
         expert_sent_bytes=last.expert_sent_bytes if last else None,
         segments=segments,
         sources=tuple(_source_numbers(run)) if run.config.data.sources else (),
     )
+
+
+def similar_pairs(run: RunRecord) -> dict[int, tuple[int, int]]:
+    """Return for each layer its two most similar experts at the last evaluation, if their cosine is above `ALIKE`."""
+    spec = run.config.spec()
+    layers = [layer for layer in range(spec.n_blocks) if spec.has_experts(layer)]
+    last = run.validation[-1] if run.validation else None
+    if last is None or not len(layers) == len(last.expert_similarity_by_layer) == len(last.most_similar_experts):
+        return {}
+    found = zip(layers, last.expert_similarity_by_layer, last.most_similar_experts, strict=True)
+    return {layer: pair for layer, cosine, pair in found if cosine > ALIKE}
 
 
 def collapsed_experts(run: RunRecord) -> dict[int, tuple[int, ...]]:

@@ -59,7 +59,9 @@ Loss = Annotated[float, AfterValidator(_within_fp32)]
 """A loss or norm of a record: any value. A finite value beyond fp32 is infinite, so that plots have a scale."""
 Time = Annotated[str | None, AfterValidator(_date_or_none)]
 """The time of a record; None if it is no date in the years 1 to 9999 of UTC."""
-EventKind = Literal["start", "save", "skip", "rollback", "spike", "hang", "fault", "restart", "straggler", "metrics"]
+EventKind = Literal[
+    "start", "save", "skip", "rollback", "spike", "hang", "fault", "restart", "straggler", "metrics", "placement"
+]
 T = TypeVar("T")
 
 
@@ -145,7 +147,9 @@ class EvaluationRecord:
     """An `evaluation` record: the loss on the validation split after `step` steps. For a mixture, `sources` has the
     loss on each source's validation split, and `loss` is their mean, weighted by the mixture of that step. `mtp_loss`
     as in `TrainRecord`. `average_loss`: the loss of the average of the weights (`[average]`). `margin` to
-    `rejected_reward`: of a run on pairs, means over the pairs of the split."""
+    `rejected_reward`: of a run on pairs, means over the pairs of the split. For each layer with
+    experts: `expert_similarity_by_layer`: the largest cosine of two experts' weights; `most_similar_experts`: these
+    two."""
 
     step: Step
     loss: Loss
@@ -157,6 +161,8 @@ class EvaluationRecord:
     accuracy: Amount | None = None
     chosen_reward: Loss | None = None
     rejected_reward: Loss | None = None
+    expert_similarity_by_layer: tuple[float, ...] = ()
+    most_similar_experts: tuple[tuple[Step, Step], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -276,8 +282,8 @@ class EventRecord:
     Kinds: start (of all ranks, new or resumed), save (of a checkpoint), skip (of the update of a spike), rollback (from
     a spike), spike (that stopped the run), hang, fault (a rank died or failed, or a device gave another result when a
     step was repeated), restart (of the ranks after a fault; `rank` is at fault), straggler (`rank` computes longer than
-    it should, or no longer does), metrics (a writer of [metrics] failed, and the run continues). `samples`: for skip,
-    rollback and spike, the samples of the step that was not taken.
+    it should, or no longer does), metrics (a writer of [metrics] failed, and the run continues), placement (of experts
+    on ranks of ep). `samples`: for skip, rollback and spike, the samples of the step that was not taken.
     """
 
     kind: EventKind

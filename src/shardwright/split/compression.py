@@ -49,11 +49,11 @@ PLACE_BYTES = 1
 """Bytes of the place of an element in its block."""
 
 
-def sparsified(row: Row, k: int, tp: int, n_kv_heads: int) -> bool:
+def sparsified(row: Row, k: int, tp: int, ep: int, n_kv_heads: int) -> bool:
     """Return whether a rank sends the `k` largest elements of each block of a parameter's gradient: of each hidden
     matrix that tp shards without replicas, if these elements with their places have fewer bytes than the block in fp32.
-    """
-    if not (k and row.hidden and row.trained):
+    Experts on a mesh of their own, with tp or ep, are summed without compression."""
+    if not (k and row.hidden and row.trained) or (row.split == "experts" and ep > 1):
         return False
     replicated = row.split_dim is None or (row.split == "kv_column" and kv_replicas(n_kv_heads, tp) > 1)
     return not (tp > 1 and replicated) and k * (4 + PLACE_BYTES) < 4 * block_length(shard_columns(row, tp))

@@ -5,13 +5,14 @@ from dataclasses import replace
 from math import lcm
 from typing import Any, Literal
 
-from shardwright.layout.keys import RECOMPUTE_MODULES, TOPK
+from shardwright.layout.keys import RECOMPUTE_MODULES
 from shardwright.layout.layout import Layout
 from shardwright.model.modules import layer_rows
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.schedule.registry import find, names
 from shardwright.split import stages
+from shardwright.split.placement import movable_together
 from shardwright.split.tensor import vocabulary_rows
 from shardwright.system.units import divisors
 
@@ -140,11 +141,6 @@ def _experts(spec: ModelSpec, layout: Layout) -> Iterator[str]:
         if layout.ep > 1:
             yield f"layout.ep={layout.ep} shards experts, and the model has none (model.moe); leave it out"
         return
-    if layout.tp > 1 and layout.compress_gradients in TOPK:
-        yield (
-            f"layout.compress_gradients={layout.compress_gradients!r} with layout.tp={layout.tp}: with tp experts are "
-            f"on a mesh of their own, where gradients are not whole; set tp=1, or compress_gradients='bf16'"
-        )
     experts = moe.n_experts
     if experts % layout.ep:
         valid = ", ".join(map(str, divisors(experts)))
@@ -156,6 +152,13 @@ def _experts(spec: ModelSpec, layout: Layout) -> Iterator[str]:
         yield (
             f"layout.tp={layout.tp} with model.moe needs layout.sequence_parallel=true: ranks of tp with the same "
             f"tokens would each send all of them to the experts"
+        )
+    together, of_rank = movable_together(moe), experts // layout.ep
+    if layout.place_experts_every and together <= of_rank:
+        yield (
+            f"layout.place_experts_every={layout.place_experts_every}: with model.moe.groups_per_token="
+            f"{moe.groups_per_token} experts move within their group of {together}, and a rank has {of_rank} experts, "
+            f"the whole group; set ep above {moe.n_groups}, or place_experts_every=0"
         )
     ranks = layout.expert_dp_shard
     if layout.zero and layout.ep * layout.tp > 1:
@@ -195,6 +198,11 @@ def _adapters(spec: ModelSpec, layout: Layout, seq_len: int) -> Iterator[str]:
         yield (
             f"layout.compress_weights={layout.compress_weights!r} with lora.base={spec.lora.base!r}: the frozen "
             f"matrices are sent in {spec.lora.base} already; set compress_weights='none'"
+        )
+    if spec.lora is not None and layout.place_experts_every:
+        yield (
+            f"layout.place_experts_every={layout.place_experts_every} with lora.rank={spec.lora.rank}: no checkpoint "
+            f"has the frozen experts, so a run that rolls back would not know their order; set place_experts_every=0"
         )
     if spec.lora is None or layout.pp == 1:
         return

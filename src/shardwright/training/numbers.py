@@ -18,6 +18,7 @@ from shardwright.model.sections import MoESpec
 from shardwright.parallel.expert import take_sent_bytes
 from shardwright.parallel.model import ExpertLoad
 from shardwright.parallel.preference import METRICS
+from shardwright.parallel.similarity import similar_experts, similar_routers
 from shardwright.runs.folder import MOST_LOADS_LOGGED, PHASES, now
 from shardwright.runs.records import EvaluationRecord, Record, TrainRecord, lacks_evaluation
 from shardwright.training.clock import PhaseClock, Phases
@@ -71,7 +72,7 @@ class LogNumbers(Hook):
             model.sum_over_losses(result.pair_parts)
         loss, norm, n_targets = (float(value) for value in (result.loss_part, result.gradient_norm, result.n_targets))
         sent_bytes = sum(take_sent_bytes(part) for part in model.parts)
-        similarity_L = model.router_similarity()
+        similar_L3 = similar_routers(model)
         if not self.log.writes or not n_targets:  # a step without targets has no loss
             return {}
         return {
@@ -80,7 +81,7 @@ class LogNumbers(Hook):
             "lr": taken.rate,
             "target_tokens": int(n_targets),
             **self._speed(taken.step, n_steps),
-            **self._experts(n_steps, sent_bytes, similarity_L),
+            **self._experts(n_steps, sent_bytes, similar_L3),
             "loss_scale": None if self.trainer.scaler is None else self.trainer.loss_scale,
             "skipped_steps": self.trainer.skipped_steps,
             "mtp_loss": None if result.mtp_part is None else float(result.mtp_part),
@@ -115,7 +116,7 @@ class LogNumbers(Hook):
             peak,
         ) | {"memory_bytes": peak_memory_bytes(self.device)}
 
-    def _experts(self, n_steps: int, sent_bytes: int, similarity_L: Tensor | None) -> Record:
+    def _experts(self, n_steps: int, sent_bytes: int, similar_L3: Tensor | None) -> Record:
         load, moe = self.trainer.model.load, self.spec.moe
         if load is None or moe is None:
             return {}
@@ -123,8 +124,8 @@ class LogNumbers(Hook):
         on_host = ExpertLoad(*(values.cpu() for values in load))
         experts = expert_numbers(on_host, moe, layers)
         experts["tokens_by_expert"] = tokens_by_expert(on_host, [n for n in layers if n < self.spec.n_layers])
-        if similarity_L is not None:
-            values = similarity_L.tolist()
+        if similar_L3 is not None:
+            values = similar_L3[:, 0].tolist()
             experts["router_similarity_by_layer"] = [round(values[layer], 4) for layer in layers]
         if self.layout.ep > 1:
             experts["expert_sent_bytes"] = sent_bytes // n_steps
@@ -165,6 +166,7 @@ class Evaluate(Hook):
         if self.trainer.average is not None and means:
             with self.trainer.average.applied(step) as applied:
                 averaged = self._means(step) if applied else {}
+        similar_L3 = similar_experts(self.trainer.model)
         self.phases.end("evaluation")
         if means is None or averaged is None:
             what = "evaluation" if means is None else "evaluation of the averaged weights"
@@ -183,6 +185,10 @@ class Evaluate(Hook):
             more["mtp_loss"] = sum(others) / len(others)
         if averaged:
             more["average_loss"] = self._mixed(step, averaged)[0]
+        if similar_L3 is not None:
+            layers = [row for row in similar_L3.tolist() if row[1] >= 0]
+            more["expert_similarity_by_layer"] = [round(cosine, 4) for cosine, _, _ in layers]
+            more["most_similar_experts"] = [(int(first), int(second)) for _, first, second in layers]
         self.log.write(EvaluationRecord(step, loss, now(), losses if sources.mixed else None, **more))
 
     def _goes_on(self, batch: Batch) -> bool:

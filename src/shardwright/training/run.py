@@ -17,6 +17,7 @@ from shardwright.training.build import build_model, build_trainer
 from shardwright.training.checkpoint.state import checkpoint_bytes
 from shardwright.training.clock import PhaseClock, RunPhases
 from shardwright.training.device import configure_malloc
+from shardwright.training.expert_places import PlaceExperts
 from shardwright.training.gpu import check_gpu
 from shardwright.training.header import header, started
 from shardwright.training.hooks import HOOKS, Hook, RunParts, RunStart
@@ -161,6 +162,7 @@ def build_hooks(
         StopAtNotFinite(trainer, after_spike),
         *([WatchStragglers(layout, trainer, clock, log)] if compared else []),
         Evaluate(trainer, samples, log, phases, config, asked_to_stop),
+        *([] if trainer.model.places is None else [PlaceExperts(config, trainer, log)]),
         CompareCopies(config.faults.check_copies_every, trainer, log),
         *(kind.make(RunParts(config, trainer, log)) for kind in HOOKS.values()),
         saving,

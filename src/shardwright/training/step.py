@@ -80,7 +80,8 @@ class Trainer(ForwardBackward):
         """Register `act` to be called each time before weights and optimizer states change."""
         self._before_change.append(act)
 
-    def _announce_change(self) -> None:
+    def announce_change(self) -> None:
+        """Call the functions registered with `call_before_change`."""
         for act in self._before_change:
             act()
 
@@ -112,7 +113,7 @@ class Trainer(ForwardBackward):
         if self.spikes is not None and self.spikes.doubts:
             result = self._try(batch, step, rate)
         if self.average is not None:
-            self._announce_change()  # also after a step without targets, which changes no weights
+            self.announce_change()  # also after a step without targets, which changes no weights
             self.average.update(step + 1)
         return result
 
@@ -141,7 +142,7 @@ class Trainer(ForwardBackward):
         if self.spikes is not None:
             taken = self.spikes.takes(overflowed=not taken) and taken
         taken = taken and all(rule(norm) for rule in self._rules)
-        self._announce_change()
+        self.announce_change()
         if taken:
             set_learning_rate(self.optimizer, rate)
             self.optimizer.step()

@@ -24,10 +24,12 @@ from shardwright.parallel.apply import apply
 from shardwright.parallel.boxes import TensorShard
 from shardwright.parallel.initialise import materialise
 from shardwright.parallel.norm import local_part
+from shardwright.parallel.placement import ExpertPlaces
 from shardwright.parallel.stored import shard_of_values
 from shardwright.system.units import KiB
 from shardwright.training import forward_backward, on_shards
 from shardwright.training.average import WeightAverage
+from shardwright.training.checkpoint.state import named_tensors
 from shardwright.training.loss_scale import loss_scaler
 from shardwright.training.offload.states import where_of
 from shardwright.training.on_shards import OptimizerOnShards
@@ -100,6 +102,9 @@ def _train(case: Case, layout: Layout, folder: Path) -> RankTrace:
                 n: _without(trainer.loss_scale, p, values)
                 for (n, p), values in zip(parameters.items(), _values(case, parameters).values(), strict=True)
             }
+            if trainer.model.places is not None:
+                parts_of_ranks = {n: each for n, each in gradients.items() if isinstance(each, Tensor)}
+                gradients.update(trainer.model.places.at_home(parts_of_ranks))
             if not overflows:
                 recorder.tensors(TracedQuantity("gradient", training, step + 1), gradients)
             scale = case.scale(training, step)
@@ -109,6 +114,8 @@ def _train(case: Case, layout: Layout, folder: Path) -> RankTrace:
             norm = trainer.update(case.rate(training, step) / scale, case.clip_norm(training, step))
             if trainer.average is not None:
                 trainer.average.update(step + 1)
+            if trainer.model.places is not None:
+                shift_experts(trainer.model.places, trainer, step + 1)
             if not overflows:
                 recorder.scalar(TracedQuantity("grad norm", training, step + 1), norm)
             if case.evaluate and step == 0:
@@ -117,12 +124,21 @@ def _train(case: Case, layout: Layout, folder: Path) -> RankTrace:
                 recorder.scalar(TracedQuantity("evaluation", training, 1), mean)
                 if case.spec.mtp_modules:
                     recorder.scalar(TracedQuantity("mtp evaluation", training, 1), torch.stack(ahead).mean())
+        if trainer.model.places is not None:
+            trainer.model.places.move(trainer.model.places.home, named_tensors(trainer))
         recorder.tensors(TracedQuantity("parameter", training, case.steps), _values(case, parameters))
         if trainer.average is not None:
             with trainer.average.applied(case.steps):
                 recorder.tensors(TracedQuantity("average", training, case.steps), _values(case, parameters))
         del trainer, parameters, gradients
     return recorder.trace
+
+
+def shift_experts(places: ExpertPlaces, trainer: Trainer, step: int) -> None:
+    """Move experts after a step: most of them, to other ranks than after the steps before. A run moves the experts that
+    its load asks for; the order changes no number."""
+    shifted = {layer: (*order[step:], *order[:step]) for layer, order in places.home.items()}
+    places.move(shifted, named_tensors(trainer))
 
 
 CHUNK_BYTES = 12 * KiB

@@ -277,6 +277,12 @@ def _check(case: Case, layout: Layout) -> None:
     if gradient_roundings(layout):
         problems += [not_with(layout.compress_gradients, key, value) for key, value in rounding.items()]
     if elements_of_block(layout):
+        if layout.cp > 1:
+            problems.append(
+                f"layout.compress_gradients={layout.compress_gradients!r} with layout.cp={layout.cp}: the choice is "
+                f"made from the gradient of a rank's part of each sequence, and one process computes the gradient of "
+                f"whole sequences; verify cp with --set layout.compress_gradients=none, and this value with cp=1"
+            )
         rounding["layout.compress_gradients"] = layout.compress_gradients
     if case.dtype != "float64":
         problems += [only_in_float64(case.dtype, key, value) for key, value in rounding.items()]

@@ -15,7 +15,7 @@ def _bug(function: str, before: str, after: str, room: str = SAVER) -> UnitBug:
 
 IN_STEPS = {
     "a step changes weights before they are copied for a checkpoint": Mutation(
-        "shardwright.training.step:Trainer.update", "self._announce_change()", "pass"
+        "shardwright.training.step:Trainer.update", "self.announce_change()", "pass"
     ),
     "the copy for a checkpoint is done before it is made": Mutation(f"{SNAPSHOT}.begin", "self._made.clear()", "pass"),
     "what compressed gradients keep is copied for a checkpoint after a backward pass": Mutation(

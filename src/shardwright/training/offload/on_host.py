@@ -42,7 +42,8 @@ class _HostParameter:
     @property
     def shard(self) -> Tensor:
         """Return this rank's shard of the parameter on the device."""
-        return local_part(self.member.parameter.detach())
+        # Not of a detached DTensor, whose shard has a version of its own, which other changes do not raise.
+        return local_part(self.member.parameter).detach()
 
     @property
     def changed(self) -> bool:
