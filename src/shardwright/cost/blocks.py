@@ -108,7 +108,7 @@ class BlockShape:
         found: dict[tuple[str, ...], list[Row]] = {}
         for row in self.rows:
             if row.matmul:
-                fused = row.split in ("column", "kv_column", "experts")
+                fused = row.split in ("column", "kv_column", "experts") and row.adapter != "a"
                 found.setdefault((row.input,) if fused else (row.input, row.name), []).append(row)
         return tuple(FusedRows(tuple(rows)) for rows in found.values())
 
