@@ -37,6 +37,8 @@ from shardwright.training.weights import (
 
 BASE = "shardwright_base"
 """Key of the file's metadata with the fingerprint of the base's values."""
+_ENDING = re.compile("[._]lora_[ab]$")
+"""The end of the name of A or B, which follows the name of the matrix."""
 
 
 class BaseWithAdapters:
@@ -185,8 +187,8 @@ def _stacked(folder: Path, spec: ModelSpec, name: str, of_experts: Mapping[int, 
     assert spec.moe is not None
     if missing := set(range(spec.moe.n_experts)) - set(of_experts):
         raise CheckpointError(
-            f"{folder}: there is no adapter for expert {min(missing)} of {name}, and all experts of a run have one; "
-            f"merge the adapter with the merge_and_unload of peft"
+            f"{folder}: there is no adapter for expert {min(missing)} of {_ENDING.sub('', name)}, and all experts of a "
+            f"run have one; merge the adapter with the merge_and_unload of peft"
         )
     if len({value.shape for value in of_experts.values()}) > 1:
         raise CheckpointError(
@@ -204,7 +206,7 @@ def _lora(folder: Path, spec: ModelSpec, tensors: Mapping[str, Tensor], alpha: f
             f"{folder}: its adapters have the ranks {', '.join(map(str, sorted(ranks)))}, and all of a run have one "
             f"rank; merge the adapter with the merge_and_unload of peft"
         )
-    matrices = {re.sub(r"^layers\.\d+\.|[._]lora_[ab]$", "", name) for name in tensors}
+    matrices = {_ENDING.sub("", name.partition(".")[2].partition(".")[2]) for name in tensors}
     lora = LoraSpec(rank=ranks.pop(), alpha=float(alpha), targets=tuple(sorted(matrices)), rslora=rslora)
     # transformers has no multi-token prediction modules, which come after the layers: their adapters are new.
     wanted = {
@@ -215,8 +217,8 @@ def _lora(folder: Path, spec: ModelSpec, tensors: Mapping[str, Tensor], alpha: f
     }
     if missing := sorted(wanted - set(tensors)):
         raise CheckpointError(
-            f"{folder}: there is no adapter {missing[0]}, and all layers of a run have the same targets; merge the "
-            f"adapter with the merge_and_unload of peft"
+            f"{folder}: there is no adapter for {_ENDING.sub('', missing[0])}, and all layers of a run have the same "
+            f"targets; merge the adapter with the merge_and_unload of peft"
         )
     return lora
 
