@@ -13,7 +13,7 @@ import numpy as np
 
 from shardwright.cost import ledger
 from shardwright.cost.blocks import BlockShape
-from shardwright.cost.job import Candidates, Ints, Job
+from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.pipeline import Stages
 from shardwright.model.modules import end_rows, rows
 from shardwright.model.row import SPLIT_DIM, Row, Split
@@ -384,7 +384,7 @@ def tp_shards(model: ModelSpec, split: Split, tp: Ints) -> Ints | int:
     return tp if split in SPLIT_DIM else 1
 
 
-def computed_share(model: ModelSpec, row: Row, tp: Ints) -> Ints | float:
+def computed_share(model: ModelSpec, row: Row, tp: Ints) -> Floats | float:
     """Return the rows that a rank multiplies by a matrix / the tokens of a layer: of experts top_k / tp."""
     return model.moe.top_k / tp if model.moe is not None and row.split == "experts" else 1.0
 

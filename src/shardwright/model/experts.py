@@ -191,8 +191,8 @@ class Experts(Adapted):
 
     def _matrix(self, name: str) -> ExpertMatrix:
         """Return a matrix with its bias and its adapter, if it has them."""
-        also = (getattr(self, f"{name}_{which}", None) for which in ("bias", "lora_a", "lora_b"))
-        return ExpertMatrix(getattr(self, name), *also, self.lora_scale)
+        bias, lora_a, lora_b = (getattr(self, f"{name}_{which}", None) for which in ("bias", "lora_a", "lora_b"))
+        return ExpertMatrix(getattr(self, name), bias, lora_a, lora_b, self.lora_scale)
 
 
 def build_experts(spec: ModelSpec) -> Experts:
