@@ -3,6 +3,7 @@ merged export, and that an adapter of another base is refused."""
 
 import json
 import shutil
+import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,9 @@ FUSED = ("self_attn.qkv_proj",)
 TARGETS = {
     "llama": ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"),
     "gpt2": ("mlp.c_fc", "mlp.c_proj"),
+    "mixtral": ("self_attn.q_proj", "w1", "w2", "w3"),
 }
-BEGIN = {"llama": "model.layers", "gpt2": "transformer.h"}
+BEGIN = {"llama": "model.layers", "gpt2": "transformer.h", "mixtral": "model.layers"}
 
 
 def adapter(folder: Path, base: Path, family: str, **keys: Any) -> Path:
@@ -59,25 +61,31 @@ def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def test_an_adapter_of_peft_is_exported_as_it_was_imported_and_merged_as_it_is_read(family: str, tmp_path: Path):
-    base = saved(tmp_path / "base", FAMILIES[family])
-    given = adapter(tmp_path / "given", base, family)
-    start = tmp_path / "start"
-    imported = import_adapter(given, base, start)
-    assert imported.spec.lora is not None
-    assert imported.spec.lora.scale == ALPHA / RANK
-    export_adapter(start, tmp_path / "out")
-    ours, theirs = (load_file(tmp_path / at / "adapter_model.safetensors") for at in ("out", "given"))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    export(start, tmp_path / "merged", merge=True)
-    for file in given.iterdir():
-        shutil.copy(file, base / file.name)  # a base with its adapter is read merged
-    merged, read = open_weights(tmp_path / "merged"), open_weights(base)
-    for name, shape in read.shapes.items():
-        torch.testing.assert_close(
-            merged.read(name, (0,) * len(shape), shape), read.read(name, (0,) * len(shape), shape)
-        )
+def test_an_adapter_of_peft_is_exported_as_it_was_imported_and_merged_as_it_is_read(family: str):
+    check_that_an_adapter_passes_unchanged(family)
+
+
+def check_that_an_adapter_passes_unchanged(family: str) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        tmp_path = Path(name)
+        base = saved(tmp_path / "base", FAMILIES[family])
+        given = adapter(tmp_path / "given", base, family)
+        start = tmp_path / "start"
+        imported = import_adapter(given, base, start)
+        assert imported.spec.lora is not None
+        assert imported.spec.lora.scale == ALPHA / RANK
+        export_adapter(start, tmp_path / "out")
+        ours, theirs = (load_file(tmp_path / at / "adapter_model.safetensors") for at in ("out", "given"))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        export(start, tmp_path / "merged", merge=True)
+        for file in given.iterdir():
+            shutil.copy(file, base / file.name)  # a base with its adapter is read merged
+        merged, read = open_weights(tmp_path / "merged"), open_weights(base)
+        for name, shape in read.shapes.items():
+            torch.testing.assert_close(
+                merged.read(name, (0,) * len(shape), shape), read.read(name, (0,) * len(shape), shape)
+            )
 
 
 @pytest.mark.prove
@@ -163,6 +171,24 @@ def test_an_adapter_of_a_matrix_that_is_several_in_a_run_is_refused(tmp_path: Pa
     spec = replace(open_weights(base).spec, lora=LoraSpec(rank=2, targets=("k",)))
     with pytest.raises(ConfigError, match=r"layers.0.attention.k is a part of model.layers.0.self_attn.qkv_proj"):
         adapter_files(architecture_of(replace(spec, lora=None), "phi3"), spec, "base")
+
+
+def test_adapters_of_experts_that_peft_or_a_run_cannot_have_are_refused(tmp_path: Path):
+    base = saved(tmp_path / "base", FAMILIES["mixtral"])
+    given = adapter(tmp_path / "given", base, "mixtral")
+    tensors = load_file(given / "adapter_model.safetensors")
+    fewer = {name: tensor for name, tensor in tensors.items() if "experts.1.w2" not in name}
+    save_file(fewer, given / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=r"no adapter for expert 1 of layers.0.ffn.experts.down,"):
+        import_adapter(given, base, tmp_path / "start")
+    for family, targets, said in (
+        ("gpt-oss", ("experts",), "ffn.experts.gate of all experts is in one tensor in the files of GptOss"),
+        ("deepseek-v3", ("ffn", "experts"), "have adapters and the same last name, and peft takes all matrices"),
+    ):
+        weights = open_weights(saved(tmp_path / family, FAMILIES[family]))
+        spec = replace(weights.spec, lora=LoraSpec(rank=2, targets=targets))
+        with pytest.raises(ConfigError, match=said):
+            adapter_files(architecture_of(weights.spec, family.replace("-", "_")), spec, "base")
 
 
 def test_multi_token_prediction_modules_need_no_adapter_of_peft(tmp_path: Path):

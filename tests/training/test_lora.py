@@ -136,7 +136,9 @@ SP, TP, ZERO_3 = LAYOUTS["sp"], LAYOUTS["tp"], LAYOUTS["zero 3"]
 ZERO_BUBBLE = LAYOUTS["pp"]
 LATENT_HEADS = {"latent_attention": LATENT, "n_kv_heads": 4}
 OF_ATTENTION, OF_FFN = replace(LORA, targets=("attention",)), replace(LORA, targets=("ffn",))
+OF_EXPERTS = replace(LORA, targets=("attention", "experts"))
 ROUTED = {"moe": EXPERTS}
+TP_EP = Layout(tp=2, sequence_parallel=True, ep=2)
 TIED = {"mtp_modules": 1, "tied_embedding": True}
 LAST_ROUTED = {"n_layers": 4, "moe": replace(EXPERTS, first_dense=2)}
 """With adapters of ffn, the last two layers have no adapter, and so with pp = 2 the second stage has none."""
@@ -184,6 +186,31 @@ MODELS: dict[str, tuple[dict[str, Any], Layout, LoraSpec]] = {
         LORA,
     ),
     "chunks and scaled experts, tp, ep": (LLAMA4, Layout(tp=2, sequence_parallel=True, ep=2), LORA),
+    "of experts": (ROUTED, Layout(), OF_EXPERTS),
+    "of experts, sp": (ROUTED, SP, OF_EXPERTS),
+    "of experts, tp, ep, selective": (DENSE, TP_EP.changed(recompute="selective"), OF_EXPERTS),
+    "of experts, zero 1, ep": (ROUTED, Layout(dp_shard=2, zero=1, ep=2), OF_EXPERTS),
+    "of experts, hybrid zero 2, ep": (ROUTED, Layout(dp_replicate=2, dp_shard=2, zero=2, ep=2), OF_EXPERTS),
+    "of experts, zero 3, tp, ep": (ROUTED, TP_EP.changed(dp_shard=2, zero=3), OF_EXPERTS),
+    "of experts with biases, pp, cp, ep, full": (BIASED_BOTH, Layout(pp=2, cp=2, ep=2, recompute="full"), OF_EXPERTS),
+    "of experts, zero bubble, ep": (
+        ROUTED,
+        Layout(pp=2, pp_schedule="zb-h1", dp_shard=2, zero=1, ep=2),
+        OF_EXPERTS,
+    ),
+    "of experts, MTP, pp": (EVERY_SECOND, ZERO_BUBBLE, OF_EXPERTS),
+    "of experts, all on the host, ep": (
+        ROUTED,
+        Layout(dp_shard=2, zero=3, ep=2, offload_parameters="cpu", offload_optimizer="cpu", offload_activations="cpu"),
+        OF_EXPERTS,
+    ),
+    "of scaled experts, tp, ep": (LLAMA4, TP_EP, OF_EXPERTS),
+    "of experts of a base in nf4, tp, ep": (ROUTED, TP_EP, replace(OF_EXPERTS, base="nf4")),
+    "of experts of a base in int8, zero 3, ep": (
+        ROUTED,
+        Layout(dp_shard=2, zero=3, ep=2),
+        replace(OF_EXPERTS, base="int8"),
+    ),
     "no adapter in the last stage": (LAST_ROUTED, Layout(pp=2), OF_FFN),
     "no adapter in a stage, zero 3": (LAST_ROUTED, Layout(pp=2, dp_shard=2, zero=3), OF_FFN),
     "no adapter in a stage, zero 1, ep": (LAST_ROUTED, Layout(pp=2, dp_shard=2, zero=1, ep=2), OF_FFN),
@@ -196,7 +223,7 @@ MODELS: dict[str, tuple[dict[str, Any], Layout, LoraSpec]] = {
 }
 
 
-@pytest.mark.parametrize("name", rest_prove(MODELS, "no adapter in the last stage"))
+@pytest.mark.parametrize("name", rest_prove(MODELS, "no adapter in the last stage", "of experts, tp, ep, selective"))
 def test_adapters_of_every_kind_of_model_train_as_in_one_process(verifier: Verifier, name: str):
     changes, layout, lora = MODELS[name]
     case = replace(case_of(layout, replace(EVEN, **changes), lora), steps=2)
@@ -208,16 +235,19 @@ def test_adapters_of_every_kind_of_model_train_as_in_one_process(verifier: Verif
 
 
 def test_an_adapter_computes_as_the_sum_of_base_and_product():
-    spec = replace(EVEN, lora=replace(LORA, rslora=True))
-    adapted, merged = Transformer(spec).double(), Transformer(EVEN).double()
+    base = replace(EVEN, **DENSE)
+    spec = replace(base, lora=replace(LORA, rslora=True, targets=("attention", "ffn", "experts")))
+    adapted, merged = Transformer(spec).double(), Transformer(base).double()
     initialise(adapted, spec, 0, b_std=ADAPTER_STD)
-    values = dict(adapted.named_parameters())
+    values, n_experts = dict(adapted.named_parameters()), 0
     with torch.no_grad():
         for name, parameter in merged.named_parameters():
-            module = name.rpartition(".")[0]
             parameter.copy_(values[name])
-            if f"{module}.lora_a" in values:
-                parameter.add_(6.0 / 3**0.5 * values[f"{module}.lora_b"] @ values[f"{module}.lora_a"])
+            begin = name.removesuffix("weight") if name.endswith(".weight") else f"{name}_"
+            if f"{begin}lora_a" in values:
+                parameter.add_(6.0 / 3**0.5 * values[f"{begin}lora_b"] @ values[f"{begin}lora_a"])
+                n_experts += parameter.dim() == 3
+    assert n_experts == 3 * sum(base.has_experts(layer) for layer in range(base.n_layers))
     tokens_BT = torch.randint(0, spec.vocab_size, (2, 12))
     torch.testing.assert_close(adapted(tokens_BT), merged(tokens_BT), rtol=1e-12, atol=1e-12)
 
@@ -354,12 +384,12 @@ def check_that_another_base_is_refused() -> None:
         )
 
 
-def test_a_model_of_routed_experts_alone_has_no_adapters_of_ffn():
+def test_the_networks_of_a_model_of_routed_experts_alone_are_named_experts():
     """Without this sentence 'ffn', a default target, was refused with "did you mean 'ffn'?"."""
     refused = replace(EVEN, moe=EXPERTS, lora=LORA).lora_problems()
     assert refused == [
-        "lora.targets has 'ffn', and the feed-forward networks of this model are routed experts, which have no "
-        "adapters; leave 'ffn' out, such as lora.targets=['attention']"
+        "lora.targets has 'ffn', and the feed-forward networks of this model are routed experts, which 'experts' "
+        "names; set lora.targets=['attention', 'experts'], or leave 'ffn' out"
     ]
 
 

@@ -43,7 +43,7 @@ from shardwright.cost.blocks import BlockShape
 from shardwright.cost.formats import FORMATS
 from shardwright.cost.job import FULL, SELECTIVE, Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas, greatest, plus
-from shardwright.cost.parameters import elements, vocabulary_rows
+from shardwright.cost.parameters import computed_share, elements, vocabulary_rows
 from shardwright.model.linear_sizes import LinearAttentionSpec
 from shardwright.model.pieces import ROWS_TOGETHER
 from shardwright.split.sequence import chunks_of_ring_rank
@@ -275,7 +275,9 @@ def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inpu
         "normed_inputs": block.normed_inputs,
         "inner": block.inner,
         "inner_read": block.inner_read,
-        "ranks_of_adapters": sum(row.shape[0] for row in block.adapters if row.adapter == "a"),
+        "ranks_of_adapters": sum(
+            row.shape[-2] * computed_share(model, row, candidates.tp) for row in block.adapters if row.adapter == "a"
+        ),
         "gated_outputs": int(block.gates_shared),
         # Gate, up and, unless fused, silu(gate).
         "made": 2 + (not (stack.fused_gate or model.activation == "swiglu_clamped")) if block.gated else 1,
@@ -304,7 +306,8 @@ def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inpu
             "weighed": int(stack.weighs_outputs and not moe.scale_input),
             "unweighted": int(not stack.weighs_outputs and not block.gated),
             "copied": int(stack.wide_router and job.element_bytes < 4 and not block.frozen),
-            "reads_rows": int(not block.frozen),
+            "reads_rows": int(block.reads_rows),
+            "reads_inner": int(block.reads_expert_inner),
         }
     return found
 
@@ -387,14 +390,14 @@ def _networks(job: Job, f: Formulas, *, gated: bool, frozen: bool) -> None:
 
 def _experts(f: Formulas, *, shared: bool, frozen: bool) -> Floats:
     """Add the router and the routed experts, never sharded over tp. Return the bytes of rows sent to experts. `frozen`
-    matrices keep no inputs."""
-    e_input = f.reads_rows * f.e_input if frozen else f.e_input
+    matrices keep their inputs only for adapters."""
+    e_input, e_inner = (f.reads_rows * f.e_input, f.reads_inner * f.e_input) if frozen else (f.e_input, f.e_input)
     sent = f("rows sent", f.T_shard * f.top_k * f.h * (e_input + f.e * f.weighed))
     router = f.T_shard * (f.constant(2) * 4 * f.n_experts + 4 * f.h * f.copied)
     if not shared and not frozen:  # the router's input is kept in fp32, and no other matmul keeps it in 16 bits
         router = router - f.T_read * f.h * f.e_input * f.copied
     f("router", router, "scores in fp32")
-    made = f.T_shard * f.top_k * f.expert_inner * ((f.made + f.eager_gate + f.unweighted) * f.e + e_input)
+    made = f.T_shard * f.top_k * f.expert_inner * ((f.made + f.eager_gate + f.unweighted) * f.e + e_inner)
     f("kept of experts", f.rows_sent + f.router + made)
     f("listed of experts", 2 * f.T_shard * f.top_k * f.h * f.e * f.exchanged, "outputs of both all-to-alls")
     f("experts for W", f.T_shard * f.top_k * (2 * f.h + f.tensors * f.expert_inner) * f.e)

@@ -108,7 +108,7 @@ class BlockShape:
         found: dict[tuple[str, ...], list[Row]] = {}
         for row in self.rows:
             if row.matmul:
-                fused = row.split in ("column", "kv_column", "experts")
+                fused = row.split in ("column", "kv_column", "experts") and row.adapter != "a"
                 found.setdefault((row.input,) if fused else (row.input, row.name), []).append(row)
         return tuple(FusedRows(tuple(rows)) for rows in found.values())
 
@@ -244,6 +244,20 @@ class BlockShape:
             if row.hidden and row.split != "experts":
                 found[row.split] += row.numel
         return dict(found)
+
+    @property
+    def reads_rows(self) -> bool:
+        """Return whether a trained matrix reads the rows that are sent to experts."""
+        return any(row.trained and row.input == self.experts[0].input for row in self._of_experts)
+
+    @property
+    def reads_expert_inner(self) -> bool:
+        """Return whether a trained matrix reads the inner features of experts."""
+        return any(row.trained and row.input == self.experts[-1].input for row in self._of_experts)
+
+    @property
+    def _of_experts(self) -> list[Row]:
+        return [row for row in self.rows if row.matmul == "routed"]
 
     @cached_property
     def expert_numel(self) -> int:

@@ -16,7 +16,7 @@ from shardwright.cost.job import FULL, RECOMPUTE, Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas, plus
 from shardwright.cost.matmuls import Matmul, fp32_or_wide, head_matmul, layer_matmuls, reached_flops_per_s
 from shardwright.cost.messages import context, dispatch, head_over_tp, loss_sums, over_tp, states, tensor
-from shardwright.cost.parameters import tp_shards
+from shardwright.cost.parameters import computed_share, tp_shards
 from shardwright.cost.passes import Passes, kernel_symbols, reached_bytes_per_s
 from shardwright.cost.speed import ELEMENTWISE, HOST, MATMULS, TENSOR
 from shardwright.model.pieces import ROWS_TOGETHER
@@ -346,7 +346,8 @@ def _elementwise(passes: Passes, job: Job, candidates: Candidates, block: BlockS
     formulas["activation"] = inner * f.activation_bytes
     if block.adapters:
         f.add(outputs_of_adapters=sum(
-            row.shape[0] / tp_shards(spec, row.split, candidates.tp) for row in block.adapters if row.adapter == "b"
+            row.shape[-2] / tp_shards(spec, row.split, candidates.tp) * computed_share(spec, row, candidates.tp)
+            for row in block.adapters if row.adapter == "b"
         ), residual_bytes=job.stack.speed.residual_bytes)  # fmt: skip
         formulas["adding adapters"] = f.T * f.outputs_of_adapters * f.residual_bytes
     if block.experts:

@@ -366,8 +366,10 @@ _SYMBOLS = (
     ("decoded_bytes", "B", "that the kernels which decode quantised matrices read and write in a pass"),
     ("largest_matrix", "", "elements of a layer's largest quantised matrix on a rank"),
     ("keeps_base", "", "1 where the weights are shards of the frozen base, as with ZeRO-3 in 16 bits"),
-    ("inner_read ranks_of_adapters outputs_of_adapters reads_rows", "", "inner features that an adapter reads; sum of "
-     "the ranks of a layer's adapters, and of the features that they add to; 0 where experts are frozen"),
+    ("inner_read ranks_of_adapters outputs_of_adapters", "", "inner features that an adapter reads; for each token "
+     "the sum of the ranks of a layer's adapters, and of the features that they add to"),
+    ("reads_rows reads_inner", "", "1 where a trained matrix of experts reads their rows; where one reads their inner "
+     "features"),
     ("ranks expert_ranks", "", "over which ZeRO shards it, 1 where each has all; the same of experts"),
     ("beside experts_beside", "", "1 where shards of weights stand beside what is gathered from them; of experts"),
     ("kept_weights gathers gathers_all messages", "", "1 where weights are kept, where layers are gathered, where a "

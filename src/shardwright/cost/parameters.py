@@ -13,7 +13,7 @@ import numpy as np
 
 from shardwright.cost import ledger
 from shardwright.cost.blocks import BlockShape
-from shardwright.cost.job import Candidates, Ints, Job
+from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.pipeline import Stages
 from shardwright.model.modules import end_rows, rows
 from shardwright.model.row import SPLIT_DIM, Row, Split
@@ -193,7 +193,7 @@ def _parameters(
         layer_dense, layer_expert = np.maximum(layer_dense, of_plain), np.maximum(layer_expert, of_experts)
         matrix = np.maximum(matrix, np.maximum(block.network_numel // tp, block.expert_matmul_numel // ep))
         for row in block.adapters:
-            matrix = np.maximum(matrix, row.numel // tp_shards(model, row.split, tp))
+            matrix = np.maximum(matrix, elements(model, row, tp, ep))
     head = matrix_rows * model.d_model * (not trained)
     return Parameters(dense, expert, ends, hidden, layer_dense, layer_expert, matrix, head, of_block)
 
@@ -382,6 +382,11 @@ def tp_shards(model: ModelSpec, split: Split, tp: Ints) -> Ints | int:
     if split == "kv_column":
         return np.minimum(tp, model.n_kv_heads)
     return tp if split in SPLIT_DIM else 1
+
+
+def computed_share(model: ModelSpec, row: Row, tp: Ints) -> Floats | float:
+    """Return the rows that a rank multiplies by a matrix / the tokens of a layer: of experts top_k / tp."""
+    return model.moe.top_k / tp if model.moe is not None and row.split == "experts" else 1.0
 
 
 def _ends(model: ModelSpec, n_stages: int, matrix_rows: Ints, *, trained: bool = False) -> Ints:

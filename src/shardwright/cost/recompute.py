@@ -181,7 +181,7 @@ def _again(group: FusedRows, parts: Sequence[str], block: BlockShape) -> bool:
     """Return whether a matmul is computed again: from latent vectors to keys and values, of experts, of networks."""
     first = group.rows[0]
     if first.split == "experts":
-        return "moe" in parts or ("experts" in parts and not first.name.endswith("down"))
+        return "moe" in parts or ("experts" in parts and "experts.down" not in first.name)
     if first.kind == "router":
         return "moe" in parts
     if _NETWORKS & set(parts) and any(first in (last, *into) for last, into in block.networks.items()):

@@ -1,16 +1,20 @@
 """Adapters in the files of peft: the names and shapes of their matrices, and adapter_config.json.
 
 peft names A of a linear `base_model.model.LINEAR.lora_A.weight`, (r, in), and B `...lora_B.weight`, (out, r), with the
-names of linears of `transformers`. Our A and B have these shapes, and B has our order of rows.
+names of linears of `transformers`. Our A and B have these shapes, and B has our order of rows. Each expert has an A and
+a B of its own where the files of the base have a tensor for each expert: `...mlp.experts.3.up_proj.lora_A.weight`.
+transformers 5 stacks the experts in memory, and peft 0.21 converts these names to its `target_parameters` when it loads
+them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwright.hugging_face.adapter import PREFIX, SUFFIX_A, SUFFIX_B
 from shardwright.hugging_face.architecture import Architecture
 from shardwright.hugging_face.table import FileTensor, ParameterPart, file_tensors
+from shardwright.model.lora_sizes import adapter_names
 from shardwright.model.modules import rows
 from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import ConfigError
@@ -24,12 +28,16 @@ class AdapterFiles:
     config: dict[str, Any]
 
 
-def adapted_matrices(architecture: Architecture, base: ModelSpec) -> dict[str, FileTensor]:
-    """Return the tensor in the files of `transformers` of each matrix of a model, by our name, if it is one alone."""
+Matrix = tuple[str, int | None]
+"""The name of a parameter, and the number of the expert; None: no experts, or the matrices of all experts."""
+
+
+def adapted_matrices(architecture: Architecture, base: ModelSpec) -> dict[Matrix, FileTensor]:
+    """Return the tensor in the files of `transformers` of each matrix of a model, if it is one alone."""
     return {
-        tensor.parts[0].name: tensor
+        (tensor.parts[0].name, tensor.parts[0].expert): tensor
         for tensor in file_tensors(architecture, base)
-        if len(tensor.parts) == 1 and tensor.parts[0].expert is None and not tensor.copy
+        if len(tensor.parts) == 1 and not tensor.copy
     }
 
 
@@ -42,23 +50,26 @@ def adapter_files(architecture: Architecture, spec: ModelSpec, base_path: str) -
     lora = spec.lora
     assert lora is not None
     matrices = adapted_matrices(architecture, replace(spec, lora=None))
-    modules = {name: name.rpartition(".")[0] for name, row in rows(spec).items() if row.adapter == "a"}
-    if problems := list(
-        _without_matrix(architecture, spec, [m for m in modules.values() if f"{m}.weight" not in matrices])
-    ):
+    of_model = rows(spec)
+    targets = [name for name in of_model if adapter_names(name)[0] in of_model]
+    adapted = {matrix: tensor for matrix, tensor in matrices.items() if matrix[0] in targets and len(tensor.shape) == 2}
+    in_files = {name for name, _ in adapted}
+    if problems := list(_without_matrix(architecture, spec, [name for name in targets if name not in in_files])):
         raise ConfigError(*problems)
     tensors: list[FileTensor] = []
-    for module in modules.values():
-        matrix = matrices[f"{module}.weight"]
+    for (name, expert), matrix in adapted.items():
         begin = PREFIX + matrix.name.removesuffix(".weight")
-        shape = rows(spec)[f"{module}.lora_b"].shape
-        part_a, part_b = (ParameterPart(f"{module}.{name}", None, n) for name, n in
-                          (("lora_a", lora.rank), ("lora_b", shape[0])))  # fmt: skip
-        shape_a = rows(spec)[f"{module}.lora_a"].shape
-        tensors.append(FileTensor(begin + SUFFIX_A, (part_a,), shape_a))
-        tensors.append(FileTensor(begin + SUFFIX_B, (part_b,), shape, order=matrix.order))
-    adapted = {matrices[f"{module}.weight"].name.removesuffix(".weight") for module in modules.values()}
-    first = matrices[f"{next(iter(modules.values()))}.weight"]
+        for ours, suffix, order in zip(adapter_names(name), (SUFFIX_A, SUFFIX_B), (None, matrix.order), strict=True):
+            n_rows, n_columns = of_model[ours].shape[-2:]
+            part = ParameterPart(ours, expert, n_rows)
+            tensors.append(FileTensor(begin + suffix, (part,), (n_rows, n_columns), order=order))
+    linears = {tensor.name.removesuffix(".weight"): expert for (_, expert), tensor in adapted.items()}
+    both = {name.rpartition(".")[2]: name for name, expert in linears.items() if expert is not None}
+    if of_all := [name for name, expert in linears.items() if expert is None and name.rpartition(".")[2] in both]:
+        raise ConfigError(
+            f"{of_all[0]} and {both[of_all[0].rpartition('.')[2]]} have adapters and the same last name, and peft "
+            f"takes all matrices of that name for experts; write the merged weights with --merge"
+        )
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -67,8 +78,8 @@ def adapter_files(architecture: Architecture, spec: ModelSpec, base_path: str) -
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
         "use_rslora": lora.rslora,
-        "target_modules": _targets(adapted, matrices),
-        "fan_in_fan_out": first.transposed,
+        "target_modules": _targets(set(linears), matrices.values()),
+        "fan_in_fan_out": next(iter(adapted.values())).transposed,
         "bias": "none",
         "init_lora_weights": True,
         "inference_mode": True,
@@ -85,24 +96,32 @@ def fused_matrices(architecture: Architecture, base: ModelSpec) -> dict[str, Fil
     }
 
 
-def _without_matrix(architecture: Architecture, spec: ModelSpec, modules: Sequence[str]) -> Iterator[str]:
-    """Yield the reason why peft cannot have the adapters of `modules`, for the first module of each reason."""
-    fused = fused_matrices(architecture, replace(spec, lora=None))
-    for module in [m for m in modules if f"{m}.weight" in fused][:1]:
+def _without_matrix(architecture: Architecture, spec: ModelSpec, names: Sequence[str]) -> Iterator[str]:
+    """Yield the reason why peft cannot have the adapters of some matrices, for the first matrix of each reason."""
+    base, files = replace(spec, lora=None), f"in the files of {architecture.class_name}"
+    fused = fused_matrices(architecture, base)
+    of_experts = [tensor for tensor in file_tensors(architecture, base) if tensor.stacks_experts]
+    stacked = {part.name: tensor.name for tensor in of_experts for part in tensor.parts}
+    for name in [name for name in names if name in fused][:1]:
         yield (
-            f"{module} is a part of {fused[f'{module}.weight'].name} in the files of {architecture.class_name}, and "
-            f"peft has one adapter for all of it; write the merged weights with --merge"
+            f"{name.removesuffix('.weight')} is a part of {fused[name].name} {files}, and peft has one adapter for all "
+            f"of it; write the merged weights with --merge"
         )
-    for module in [m for m in modules if f"{m}.weight" not in fused][:1]:
+    for name in [name for name in names if name in stacked][:1]:
         yield (
-            f"{module} is not in the files of {architecture.class_name}, so peft has no adapter for it; --merge writes "
-            f"the merged weights of all matrices that are in the files"
+            f"{name} of all experts is in one tensor {files}, {stacked[name]}, for which adapters are not written; "
+            f"write the merged weights with --merge"
+        )
+    for name in [name for name in names if name not in fused and name not in stacked][:1]:
+        yield (
+            f"{name.removesuffix('.weight')} is not {files}, so peft has no adapter for it; --merge writes the merged "
+            f"weights of all matrices that are in the files"
         )
 
 
-def _targets(adapted: set[str], matrices: dict[str, FileTensor]) -> list[str]:
+def _targets(adapted: set[str], matrices: Iterable[FileTensor]) -> list[str]:
     """Return peft's names of the targets: the last parts of names, if these name no other linear, else whole names."""
     last = {name.rpartition(".")[2] for name in adapted}
-    linears = {matrix.name.removesuffix(".weight") for matrix in matrices.values() if len(matrix.shape) == 2}
+    linears = {matrix.name.removesuffix(".weight") for matrix in matrices if len(matrix.shape) == 2}
     others = {name for name in linears - adapted if name.rpartition(".")[2] in last}
     return sorted(adapted if others else last)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.model.feed_forward import ACTIVATIONS
-from shardwright.model.matmul import Recipe, linear
+from shardwright.model.matmul import Adapted, Recipe, linear
 from shardwright.model.recompute import part
 from shardwright.model.sizes import GATED
 from shardwright.model.spec import ModelSpec
@@ -129,7 +129,30 @@ class _Combine(torch.autograd.Function):
         return _weigh(d_RD, weights_NK, order_R), dweights_NK, None, None, None
 
 
-class Experts(nn.Module):
+class ExpertMatrix(NamedTuple):
+    """One matrix of all experts with its bias and its adapter, A (E, r, D) and B (E, F, r), if it has them."""
+
+    weight: Tensor
+    bias: Tensor | None
+    lora_a: Tensor | None
+    lora_b: Tensor | None
+    scale: float
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The parameters."""
+        return [each for each in self[:4] if each is not None]
+
+    def multiply(self, x_RD: Tensor, counts_E: Tensor, recipe: Recipe | None) -> Tensor:
+        """Return x W^T + b + s (x A^T) B^T for the rows of each expert, (R, D) -> (R, F), in grouped matmuls."""
+        y_RF = linear(x_RD, self.weight, self.bias, counts_E, recipe=recipe)
+        if self.lora_a is None or self.lora_b is None:
+            return y_RF
+        z_Rr = linear(x_RD, self.lora_a, None, counts_E)
+        return y_RF + linear(z_Rr * self.scale, self.lora_b, None, counts_E)
+
+
+class Experts(Adapted):
     """E networks like `FeedForward`: down(act(gate x) * up x), or down(act(up x)).
 
     The number of experts follows from the shapes of the matrices, so the module also works with a shard of the experts.
@@ -155,20 +178,21 @@ class Experts(nn.Module):
         """(R, D) -> (R, D); rows are sorted by expert, and `counts_E` (integers) counts the rows of each expert. The
         outputs of rows after the last counted one are undefined, and those rows have no gradient."""
         # With expert parallelism the parameters are this rank's during the forward pass only.
-        recipe, activate, gate, up = self.recipe, self.activate, self.gate, self.up
-        gate_bias, up_bias = self.gate_bias, self.up_bias
+        recipe, activate = self.recipe, self.activate
+        matrices = [self._matrix(name) for name in (("up",) if self.gate is None else ("gate", "up"))]
 
         def inner(x_RD: Tensor) -> Tensor:
-            up_RF = linear(x_RD, up, up_bias, counts_E, recipe=recipe)
-            if gate is None:
-                return cast(Tensor, part("activation", activate, up_RF))
-            return cast(
-                Tensor, part("activation", activate, linear(x_RD, gate, gate_bias, counts_E, recipe=recipe), up_RF)
-            )
+            outputs = [matrix.multiply(x_RD, counts_E, recipe) for matrix in matrices]
+            return cast(Tensor, part("activation", activate, *outputs))
 
-        weights = [weight for weight in (gate, up, gate_bias, up_bias) if weight is not None]
+        weights = [tensor for matrix in matrices for tensor in matrix.tensors]
         inner_RF = part("experts", inner, x_RD, weights=weights)
-        return linear(inner_RF, self.down, self.down_bias, counts_E, recipe=self.down_recipe)
+        return self._matrix("down").multiply(inner_RF, counts_E, self.down_recipe)
+
+    def _matrix(self, name: str) -> ExpertMatrix:
+        """Return a matrix with its bias and its adapter, if it has them."""
+        bias, lora_a, lora_b = (getattr(self, f"{name}_{which}", None) for which in ("bias", "lora_a", "lora_b"))
+        return ExpertMatrix(getattr(self, name), bias, lora_a, lora_b, self.lora_scale)
 
 
 def build_experts(spec: ModelSpec) -> Experts:

@@ -2,8 +2,9 @@
 quantised base; no torch.
 
 With an adapter a linear computes y = x W^T + s (x A^T) B^T. W (out, in) is frozen; A (r, in) and B (out, r) are
-trained. B is zero at first, so a run starts with the outputs of the base weights. Sources: Hu et al., LoRA, arXiv
-2106.09685, section 4.1; Kalajdzievski, rsLoRA, arXiv 2312.03732, for s = alpha / sqrt(r).
+trained. B is zero at first, so a run starts with the outputs of the base weights. Each routed expert has an A and a B
+of its own for each of its matrices, stacked as the matrices are: (E, r, in) and (E, out, r). Sources: Hu et al., LoRA,
+arXiv 2106.09685, section 4.1; Kalajdzievski, rsLoRA, arXiv 2312.03732, for s = alpha / sqrt(r).
 """
 
 import math
@@ -18,6 +19,7 @@ BLOCK = 64
 GROUPS = {
     "attention": "all matrices of attention",
     "ffn": "all matrices of feed-forward networks and of shared experts",
+    "experts": "all matrices of routed experts, with one A and one B for each expert",
 }
 """The targets that name several matrices of a layer."""
 
@@ -35,8 +37,8 @@ class LoraSpec:
     targets: tuple[str, ...] = field(
         default=("attention", "ffn"),
         metadata={
-            "help": "The matrices with an adapter: attention or ffn for all matrices of these modules, or last parts "
-            "of a matrix's name, such as q, ffn.down or shared.up."
+            "help": "The matrices with an adapter: attention, ffn or experts (routed experts) for all matrices of "
+            "these modules, or last parts of a matrix's name, such as q, ffn.down, shared.up or experts.up."
         },
     )
     rslora: bool = field(
@@ -59,15 +61,24 @@ class LoraSpec:
         """The factor s of an adapter's output."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
-    def takes(self, module: str) -> bool:
-        """Return whether the matrix of a module, such as `attention.q` within a layer, has an adapter."""
-        return any(names(target, module) for target in self.targets)
+    def takes(self, matrix: str) -> bool:
+        """Return whether a matrix (`Row.matrix`), such as `attention.q` within a layer, has an adapter."""
+        return any(names(target, matrix) for target in self.targets)
 
 
-def names(target: str, module: str) -> bool:
-    """Return whether a target names the matrix of a module."""
-    parts, last = module.split("."), target.split(".")
-    return target in parts[:-1] if target in GROUPS else parts[-len(last) :] == last
+def names(target: str, matrix: str) -> bool:
+    """Return whether a target names a matrix."""
+    parts, last = matrix.split("."), target.split(".")
+    if target not in GROUPS:
+        return parts[-len(last) :] == last
+    return target in parts[:-1] and (target == "experts" or "experts" not in parts)
+
+
+def adapter_names(parameter: str) -> tuple[str, str]:
+    """Return the names of A and B of a matrix's parameter: `attention.q.lora_a` for `attention.q.weight`, and
+    `ffn.experts.up_lora_a` for `ffn.experts.up`, which is no module."""
+    begin = parameter.removesuffix("weight") if parameter.endswith(".weight") else f"{parameter}_"
+    return f"{begin}lora_a", f"{begin}lora_b"
 
 
 @dataclass(frozen=True)

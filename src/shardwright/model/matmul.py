@@ -191,23 +191,28 @@ def rows_of_experts(bias_EF: Tensor, counts_E: Tensor, n_rows: int) -> Tensor:
     return F.pad(bias_EF, (0, 0, 0, 1)).index_select(0, expert_R)
 
 
-class Adaptable(nn.Module):
-    """A module with a matmul y = x W^T that may have a low-rank adapter: y + s (x A^T) B^T, with A (r, D) and B (F, r)
-    (`model/lora_sizes.py`)."""
+class Adapted(nn.Module):
+    """A module that may have low-rank adapters (`model/lora_sizes.py`)."""
 
-    lora_a: nn.Parameter
-    lora_b: nn.Parameter
     lora_scale = 0.0
     """The factor s; 0: there is no adapter."""
 
-    def set_adapter(self, lora_a: nn.Parameter, lora_b: nn.Parameter, scale: float) -> None:
-        """Give the module an adapter."""
-        self.lora_a, self.lora_b, self.lora_scale = lora_a, lora_b, scale
+    def add_adapter(self, attribute: str, parameter: nn.Parameter, scale: float) -> None:
+        """Add a parameter of an adapter."""
+        setattr(self, attribute, parameter)
+        self.lora_scale = scale
+
+
+class Adaptable(Adapted):
+    """A module with a matmul y = x W^T that may have an adapter: y + s (x A^T) B^T, with A (r, D) and B (F, r)."""
+
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
 
     def take_adapter(self, other: "Adaptable") -> None:
         """Take the adapter of a module that this one replaces, if it has one."""
-        if other.lora_scale:
-            self.set_adapter(other.lora_a, other.lora_b, other.lora_scale)
+        for attribute in ("lora_a", "lora_b") if other.lora_scale else ():
+            self.add_adapter(attribute, getattr(other, attribute), other.lora_scale)
 
     def low_rank(self, x: Tensor) -> Tensor | None:
         """Return the adapter's output s (x A^T) B^T, or None if there is no adapter."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from shardwright.model.lora_sizes import adapter_names
 from shardwright.model.mup import WIDTH_POWERS
 from shardwright.model.row import Row, Split
 from shardwright.model.sizes import ModelSizes
@@ -57,26 +58,27 @@ def linear(
 
 def with_adapters(spec: ModelSizes, in_order: Iterable[Row]) -> Iterator[Row]:
     """Yield rows as the model has them: with `spec.lora` they are frozen, hidden matrices in the type of its base, and
-    after each target come the rows of its adapter, `lora_a` (r, in) and `lora_b` (out, r). A has the variance of PEFT's
-    initial values, 1 / (3 in). The load of the experts, a statistic of the last step, is not frozen."""
+    after each target come the rows of its adapter, `lora_a` (r, in) and `lora_b` (out, r), of experts (E, r, in) and
+    (E, out, r). A has the variance of PEFT's initial values, 1 / (3 in). The load of the experts, a statistic of the
+    last step, is not frozen."""
     lora = spec.lora
     for row in in_order:
         if lora is None:
             yield row
             continue
-        quantises = row.hidden and row.matmul is not None
-        yield replace(row, frozen=row.counted, stored=lora.base if quantises and lora.base != "compute" else "")
-        if not can_adapt(row) or not lora.takes(row.module):
+        yield replace(row, frozen=row.counted, stored=lora.base if can_adapt(row) and lora.base != "compute" else "")
+        if not can_adapt(row) or not lora.takes(row.matrix):
             continue
-        (n_out, n_in), r = row.shape, lora.rank
+        (*experts, n_out, n_in), r = row.shape, lora.rank
         split_a, split_b = _ADAPTER_SPLITS[row.split]
+        name_a, name_b = adapter_names(row.name)
         yield replace(
-            row, name=f"{row.module}.lora_a", shape=(r, n_in), split=split_a, std=(3 * n_in) ** -0.5, adapter="a",
+            row, name=name_a, shape=(*experts, r, n_in), split=split_a, std=(3 * n_in) ** -0.5, adapter="a",
             parts=(("lora_a", r),), heads=1, every_head=0,
         )  # fmt: skip
         yield replace(
-            row, name=f"{row.module}.lora_b", shape=(n_out, r), split=split_b, std=0.0, adapter="b",
-            input=f"{row.module}.lora_a", every_head=0,
+            row, name=name_b, shape=(*experts, n_out, r), split=split_b, std=0.0, adapter="b", input=name_a,
+            every_head=0,
         )  # fmt: skip
 
 
@@ -85,13 +87,14 @@ _ADAPTER_SPLITS: dict[Split, tuple[Split, Split]] = {
     "kv_column": ("per_head", "kv_column"),
     "row": ("row", "per_head"),
     "replicated": ("replicated", "replicated"),
+    "experts": ("experts", "experts"),
 }
 """How A and B are split over tp, by the split of the matrix."""
 
 
 def can_adapt(row: Row) -> bool:
-    """Return whether a parameter can have an adapter: a hidden matrix that all tokens are multiplied by."""
-    return row.kind == "matrix" and row.matmul == "all"
+    """Return whether a parameter can have an adapter: a hidden matrix, of all tokens or of experts."""
+    return row.hidden and row.matmul is not None
 
 
 def norm(

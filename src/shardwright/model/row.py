@@ -13,7 +13,7 @@
 
 An adapter (`model/lora_sizes.py`) follows the matrix W: column: A is per_head, as every rank has the gradient from its
 own output features, and B is sharded as W; row: A is sharded as W, and B is per_head, as every rank has the gradient
-from its own input features; replicated: both are replicated.
+from its own input features; replicated: both are replicated; experts: both are sharded as W, by expert.
 
 Sources: Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3; Korthikanti et al., arXiv 2205.05198, section 4.2
 for token shards. No torch.
@@ -97,6 +97,12 @@ class Row:
     def module(self) -> str:
         """The module that has the parameter: `attention.q` for `attention.q.weight`."""
         return self.name.rpartition(".")[0]
+
+    @property
+    def matrix(self) -> str:
+        """The name of a matrix as targets of adapters have it: `attention.q` for `attention.q.weight`, and
+        `ffn.experts.up`."""
+        return self.name.removesuffix(".weight")
 
     @property
     def recipe(self) -> str:

@@ -124,7 +124,7 @@ class ModelSpec(ModelSizes):
             yield f"lora.alpha={lora.alpha:g} is not a positive number; usual: lora.rank to 2 lora.rank"
         matrices: dict[str, Row] = {}
         for layer in range(self.n_blocks):
-            matrices |= {row.module: row for row in layer_rows(self, layer) if can_adapt(row) and not row.adapter}
+            matrices |= {row.matrix: row for row in layer_rows(self, layer) if can_adapt(row) and not row.adapter}
         groups = [group for group in GROUPS if any(names(group, module) for module in matrices)]
         if not lora.targets:
             yield f"lora.targets=[] names no matrix; {nearest('', [*groups, *matrices])}"
@@ -132,23 +132,23 @@ class ModelSpec(ModelSizes):
             if any(names(target, module) for module in matrices):
                 continue
             if target == "ffn" and self.moe is not None:
-                others = [other for other in lora.targets if other != target] or groups
+                others = [other for other in lora.targets if other not in ("ffn", "experts")]
                 yield (
                     f"lora.targets has 'ffn', and the feed-forward networks of this model are routed experts, which "
-                    f"have no adapters; leave 'ffn' out, such as lora.targets={others}"
+                    f"'experts' names; set lora.targets={[*others, 'experts']}, or leave 'ffn' out"
                 )
             else:
                 yield (
                     f"lora.targets has {target!r}, which names no matrix of this model; "
                     f"{nearest(target, [*groups, *_endings(matrices)])}"
                 )
-        small = [(min(row.shape), name) for name, row in matrices.items() if lora.takes(name)]
+        small = [(min(row.shape[-2:]), name) for name, row in matrices.items() if lora.takes(name)]
         if small and lora.rank > min(small)[0]:
             side, name = min(small)
-            size = " x ".join(map(str, matrices[name].shape))
+            size = " x ".join(map(str, matrices[name].shape[-2:]))
             yield (
-                f"lora.rank={lora.rank} is above the smaller side of {name}.weight, {size}; valid: 1 to {side}, or "
-                f"other lora.targets"
+                f"lora.rank={lora.rank} is above the smaller side of {matrices[name].name}, {size}; valid: 1 to "
+                f"{side}, or other lora.targets"
             )
 
     def _nope_problems(self) -> Iterator[str]:

@@ -19,7 +19,6 @@ Shapes: B batch, T tokens, D model, V vocab, C width of one head, K MTP modules.
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, Self, cast
 
 import torch
@@ -161,12 +160,10 @@ class Transformer(nn.Module):
     def _adapt(self, scale: float) -> None:
         """Add the adapters, without values, and freeze all other parameters."""
         for name, row in rows(self.spec).items():
-            if row.adapter == "a":
-                module: Any = self.get_submodule(name.rpartition(".")[0])
-                n_out, n_in = module.weight.shape
-                empty = partial(torch.empty, dtype=module.weight.dtype, device=module.weight.device)
-                rank = row.shape[0]
-                module.set_adapter(nn.Parameter(empty(rank, n_in)), nn.Parameter(empty(n_out, rank)), scale)
+            if row.adapter:
+                owner, _, attribute = name.rpartition(".")
+                module: Any = self.get_submodule(owner)
+                module.add_adapter(attribute, nn.Parameter(torch.empty(row.shape)), scale)
         for name, parameter in self.named_parameters():
             if row_of(self.spec, name).frozen:
                 parameter.requires_grad_(False)

@@ -1,6 +1,7 @@
 """Adapters of a run in the files of peft, merged into their base, and adapters of peft as the start of a run."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,7 @@ from shardwright.hugging_face.files import ADAPTER
 from shardwright.hugging_face.peft import adapted_matrices, adapter_files, fused_matrices
 from shardwright.hugging_face.reader import HuggingFaceWeights
 from shardwright.hugging_face.writer import TensorToWrite, tensor_of_file, write_safetensors
-from shardwright.model.lora_sizes import LoraSpec
+from shardwright.model.lora_sizes import LoraSpec, adapter_names
 from shardwright.model.modules import layer_rows, row_of, rows
 from shardwright.model.quantised import fill_box
 from shardwright.model.spec import ModelSpec
@@ -36,6 +37,8 @@ from shardwright.training.weights import (
 
 BASE = "shardwright_base"
 """Key of the file's metadata with the fingerprint of the base's values."""
+_ENDING = re.compile("[._]lora_[ab]$")
+"""The end of the name of A or B, which follows the name of the matrix."""
 
 
 class BaseWithAdapters:
@@ -62,13 +65,14 @@ class BaseWithAdapters:
 
     def read(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Return a box of a parameter, as `Weights.read`."""
-        box, begin = torch.empty(tuple(shape), dtype=getattr(torch, self.dtypes[name])), name.rpartition(".")[0]
+        box = torch.empty(tuple(shape), dtype=getattr(torch, self.dtypes[name]))
         fill_box(row_of(self._weights.spec, name), box, offsets, self.shapes[name], partial(self._weights.read, name))
-        if not name.endswith(".weight") or f"{begin}.lora_a" not in self._weights.shapes:
+        name_a, name_b = adapter_names(name)
+        if name_a not in self._weights.shapes:
             return box
-        rank = self._weights.shapes[f"{begin}.lora_a"][0]
-        a_RD = self._weights.read(f"{begin}.lora_a", (0, offsets[1]), (rank, shape[1]))
-        b_FR = self._weights.read(f"{begin}.lora_b", (offsets[0], 0), (shape[0], rank))
+        rank = self._weights.shapes[name_a][-2]
+        a_RD = self._weights.read(name_a, (*offsets[:-2], 0, offsets[-1]), (*shape[:-2], rank, shape[-1]))
+        b_FR = self._weights.read(name_b, (*offsets[:-1], 0), (*shape[:-1], rank))
         return with_low_rank(box, a_RD, b_FR, self._scale)
 
     def describe(self) -> str:
@@ -133,7 +137,7 @@ class ImportedAdapter:
         plain = replace(base.spec, lora=None)
         architecture = _architecture_of(base, plain)
         matrices = adapted_matrices(architecture, plain)
-        of_file = {tensor.name: (name, tensor) for name, tensor in matrices.items() if len(tensor.shape) == 2}
+        of_file = {tensor.name: (part, tensor) for part, tensor in matrices.items() if len(tensor.shape) == 2}
         transposed = {name for name, (_, tensor) in of_file.items() if tensor.transposed}
         fused = {tensor.name: tensor for tensor in fused_matrices(architecture, plain).values()}
         shapes = {name: tensor.shape for name, (_, tensor) in of_file.items()}
@@ -147,12 +151,17 @@ class ImportedAdapter:
                 f"merge the adapter with the merge_and_unload of peft"
             )
         self._tensors: dict[str, Tensor] = {}
+        of_experts: dict[str, dict[int, Tensor]] = {}
         for matrix in given.matrices:
-            name, tensor = of_file[matrix]
+            (name, expert), tensor = of_file[matrix]
             a_RD, b_FR = given.factors(matrix)
-            begin = name.rpartition(".")[0]
-            self._tensors[f"{begin}.lora_a"] = a_RD
-            self._tensors[f"{begin}.lora_b"] = b_FR if tensor.order is None else b_FR[list(tensor.order)]
+            ours = (a_RD, b_FR if tensor.order is None else b_FR[list(tensor.order)])
+            for ours_name, value in zip(adapter_names(name), ours, strict=True):
+                if expert is None:
+                    self._tensors[ours_name] = value
+                else:
+                    of_experts.setdefault(ours_name, {})[expert] = value
+        self._tensors |= {name: _stacked(folder, plain, name, given) for name, given in of_experts.items()}
         self.spec = replace(plain, lora=_lora(folder, plain, self._tensors, *given.settings))
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
         self.dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._tensors.items()}
@@ -173,16 +182,32 @@ class ImportedAdapter:
         return f"the adapter in {self.path}"
 
 
+def _stacked(folder: Path, spec: ModelSpec, name: str, of_experts: Mapping[int, Tensor]) -> Tensor:
+    """Return A or B of all experts from the matrices of each."""
+    assert spec.moe is not None
+    if missing := set(range(spec.moe.n_experts)) - set(of_experts):
+        raise CheckpointError(
+            f"{folder}: there is no adapter for expert {min(missing)} of {_ENDING.sub('', name)}, and all experts of a "
+            f"run have one; merge the adapter with the merge_and_unload of peft"
+        )
+    if len({value.shape for value in of_experts.values()}) > 1:
+        raise CheckpointError(
+            f"{folder}: the adapters of the experts of {name} have several ranks, and all of a run have one rank; "
+            f"merge the adapter with the merge_and_unload of peft"
+        )
+    return torch.stack([of_experts[expert] for expert in range(spec.moe.n_experts)])
+
+
 def _lora(folder: Path, spec: ModelSpec, tensors: Mapping[str, Tensor], alpha: float, rslora: bool) -> LoraSpec:
     """Return the section [lora] of the adapters of a base."""
-    ranks = {len(tensor) for name, tensor in tensors.items() if name.endswith(".lora_a")}
+    ranks = {tensor.shape[-2] for name, tensor in tensors.items() if name.endswith("lora_a")}
     if len(ranks) != 1:
         raise CheckpointError(
             f"{folder}: its adapters have the ranks {', '.join(map(str, sorted(ranks)))}, and all of a run have one "
             f"rank; merge the adapter with the merge_and_unload of peft"
         )
-    modules = {name.rpartition(".")[0].partition(".")[2].partition(".")[2] for name in tensors}
-    lora = LoraSpec(rank=ranks.pop(), alpha=float(alpha), targets=tuple(sorted(modules)), rslora=rslora)
+    matrices = {_ENDING.sub("", name.partition(".")[2].partition(".")[2]) for name in tensors}
+    lora = LoraSpec(rank=ranks.pop(), alpha=float(alpha), targets=tuple(sorted(matrices)), rslora=rslora)
     # transformers has no multi-token prediction modules, which come after the layers: their adapters are new.
     wanted = {
         f"layers.{layer}.{row.name}"
@@ -192,7 +217,7 @@ def _lora(folder: Path, spec: ModelSpec, tensors: Mapping[str, Tensor], alpha: f
     }
     if missing := sorted(wanted - set(tensors)):
         raise CheckpointError(
-            f"{folder}: there is no adapter for {missing[0].rpartition('.')[0]}, and all layers of a run have the same "
+            f"{folder}: there is no adapter for {_ENDING.sub('', missing[0])}, and all layers of a run have the same "
             f"targets; merge the adapter with the merge_and_unload of peft"
         )
     return lora

@@ -7,10 +7,11 @@ from typing import Any
 from shardwright.layout.layout import Layout
 from shardwright.model.lora_sizes import LoraSpec
 from tests.mutation import Mutation
-from tests.training.bugs.bug import EXPERTS, ONE, PP, SP, STATE, TENSOR, TP, ZERO_3, AnyBug, Bug, ResumeBug, UnitBug
+from tests.training.bugs.bug import EP, EXPERTS, ONE, PP, SP, STATE, TENSOR, TP, ZERO_3, AnyBug, Bug, ResumeBug, UnitBug
 from tests.training.worlds import SPEC
 
 _LORA: dict[str, Any] = {"lora": LoraSpec(rank=3, alpha=6.0)}
+_OF_EXPERTS: dict[str, Any] = {"lora": LoraSpec(rank=3, alpha=6.0, targets=("experts",)), "moe": EXPERTS}
 _QUANTISED: dict[str, Any] = {"lora": LoraSpec(rank=3, alpha=6.0, base="nf4"), "d_ffn": 160}
 _IN_8_BITS = _QUANTISED | {"lora": LoraSpec(rank=3, alpha=6.0, base="int8")}
 _BASE_TESTS = "tests/training/test_quantised_base.py"
@@ -23,6 +24,27 @@ SCALE: dict[str, AnyBug] = {
     "the output of an adapter has no scale": UnitBug(
         Mutation("shardwright.model.matmul:Adaptable.widen", "z * self.lora_scale", "z"),
         f"{_TESTS}:test_an_adapter_computes_as_the_sum_of_base_and_product",
+    ),
+    "the output of an adapter of experts has no scale": UnitBug(
+        Mutation("shardwright.model.experts:ExpertMatrix.multiply", "z_Rr * self.scale", "z_Rr"),
+        f"{_TESTS}:test_an_adapter_computes_as_the_sum_of_base_and_product",
+    ),
+    "the last matrix of experts has no adapter": UnitBug(
+        Mutation(
+            "shardwright.model.experts:Experts.forward",
+            "self._matrix('down').multiply(inner_RF, counts_E, self.down_recipe)",
+            "self._matrix('down')._replace(lora_a=None).multiply(inner_RF, counts_E, self.down_recipe)",
+        ),
+        f"{_TESTS}:test_an_adapter_computes_as_the_sum_of_base_and_product",
+    ),
+    "an adapter of experts is merged with the A of the first expert": UnitBug(
+        Mutation(
+            "shardwright.training.adapters:BaseWithAdapters.read",
+            "(*offsets[:-2], 0, offsets[-1])",
+            "(*(0 for _ in offsets[:-2]), 0, offsets[-1])",
+        ),
+        "tests/hugging_face/test_peft.py:check_that_an_adapter_passes_unchanged",
+        given=("mixtral",),
     ),
     "the input's gradient lacks the part through an adapter": Bug(
         Mutation(
@@ -101,12 +123,37 @@ REDUCTION: dict[str, AnyBug] = {
         crashes=True,
     ),
 }
+SHARD: dict[str, AnyBug] = {
+    "the experts of a rank compute with the A of its first expert": Bug(
+        Mutation(
+            "shardwright.model.experts:ExpertMatrix.multiply",
+            "linear(x_RD, self.lora_a, None, counts_E)",
+            "linear(x_RD, self.lora_a[:1].expand_as(self.lora_a).contiguous(), None, counts_E)",
+        ),
+        [EP],
+        spec=_OF_EXPERTS,
+    ),
+    "the adapters of all experts are exported as the first one's": UnitBug(
+        Mutation(
+            "shardwright.hugging_face.peft:adapter_files",
+            "ParameterPart(ours, expert, n_rows)",
+            "ParameterPart(ours, expert and 0, n_rows)",
+        ),
+        "tests/hugging_face/test_peft.py:check_that_an_adapter_passes_unchanged",
+        given=("mixtral",),
+    ),
+}
 STALE: dict[str, AnyBug] = {
     "frozen weights have gradients": Bug(
         Mutation(f"{TENSOR}:plain_parameters", "parameter.requires_grad", "True"), [TP], spec=_LORA
     ),
 }
 RECOMPUTATION: dict[str, AnyBug] = {
+    "experts that are recomputed have adapters without gradients": Bug(
+        Mutation("shardwright.model.experts:ExpertMatrix.tensors", "self[:4]", "self[:2]"),
+        [Layout(recompute="selective", recompute_modules=("experts",))],
+        spec=_OF_EXPERTS,
+    ),
     "the matmul that the recomputation skips lacks its adapter": Bug(
         Mutation(
             f"{TENSOR}:RowLinear.forward",
