@@ -124,7 +124,7 @@ def search(
     `prefer`: the layout to recommend, "fastest" or "simplest" (`simplicity.PREFERENCES`), instead of the recommendation
     of `planner.recommendation`. `processes`: number of processes that evaluate layouts (`survey`); below
     `PARALLEL_FROM` accelerators one. `progress`: called with the numbers of stages that are done, and all of them.
-    `most_s`: layouts that take longer need not be found; nothing is recommended if all do. Otherwise the
+    `most_s`: layouts that take longer need not be found; nothing is recommended if all do. The
     result equals evaluating every layout of `planner.space` with a simulated
     schedule (`LayoutPool.fastest`). The `TOP` fastest, or `top` if larger, that recompute do so in as few layers of
     each stage as fit (`recomputation.fewest_layers`) if that saves `WORTH_A_KEY`, unless `fixed` has keys of
@@ -260,7 +260,7 @@ def _survey_of(
 def _promising(job: Job, found: Candidates, rows: CandidateRows, valid: Mask, most: float, memo: Memo) -> Ints:
     """Return the rows of the mask `valid`, (n,), without layouts whose states and first micro-batch alone need more
     than `most` bytes."""
-    if job.cluster.size == 1:
+    if job.cluster.size == 1 or not valid.any():
         return np.flatnonzero(valid)
     degrees, passes = rows.degrees.among(valid), rows.passes.among(valid)
     room, needed = states_and_passes(job, found.take(degrees.first), found.take(passes.first), most, memo)
