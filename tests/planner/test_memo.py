@@ -13,12 +13,14 @@ from shardwright.cost import memo, memory, pipeline, reserved, step
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.reserved import reserved_bytes
 from shardwright.cost.stack import STACKS
-from shardwright.cost.step import step_time
+from shardwright.cost.step import least_time, step_time
 from shardwright.layout.layout import Layout
 from shardwright.model.presets import PRESETS
 from shardwright.model.sections import LatentAttentionSpec
-from shardwright.planner.pool import rounded
-from shardwright.planner.search import limit_bytes, survey
+from shardwright.planner import pool as layout_pool
+from shardwright.planner.batches import near_batches, tried
+from shardwright.planner.pool import memo_of, rounded
+from shardwright.planner.search import limit_bytes, search, survey
 from shardwright.planner.space import groups
 from shardwright.system.units import GiB
 from tests.marks import rest_prove
@@ -180,3 +182,45 @@ def test_times_that_differ_in_the_last_bits_are_equal_times():
     assert rounded(seconds) == pytest.approx(seconds, rel=1e-12)
     more = seconds[:, None] * (1 + np.linspace(0, 1e-9, 1000))
     assert (np.diff(rounded(more), axis=1) >= 0).all()
+
+
+@pytest.mark.parametrize("name", rest_prove(list(JOBS), "mixture"))
+def test_the_time_that_orders_layouts_is_a_lower_bound(name: str):
+    asked = JOBS[name]
+    for group in groups(asked):
+        low, bound = least_time(asked, group, memo_of(asked)), step_time(asked, group, simulated=False).total_s
+        assert (low <= bound).all()
+
+
+def test_a_search_for_the_fastest_computes_no_bounds_of_layouts_known_to_be_slower(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(layout_pool, "BLOCK", 16)
+    asked = JOBS["mixture"]
+    group = next(each for each in groups(asked) if each.pp == 1)
+    bound_s = step_time(asked, group, simulated=False).total_s
+    found = layout_pool.LayoutPool(asked, [group], 0.999 * bound_s, np.zeros(len(group)))
+    assert len(group) > 4 * layout_pool.BOUNDED
+    assert found.fastest(1) == [int(rounded(bound_s).argmin())]
+    assert found.n_bounded < len(group) / 2
+    assert found.bound_s == pytest.approx(bound_s, rel=1e-9)
+
+
+def test_the_search_for_another_batch_prices_few_layouts_and_finds_the_same(monkeypatch: pytest.MonkeyPatch):
+    asked = replace(JOBS["mixture"], global_batch=7)
+    plan, priced = search(asked), 0
+    compute = reserved_bytes
+
+    def counted(of: Job, candidates: Candidates, *rest: Any, **named: Any) -> Floats:
+        nonlocal priced
+        priced += len(candidates)
+        return compute(of, candidates, *rest, **named)
+
+    monkeypatch.setattr("shardwright.planner.search.reserved_bytes", counted)
+    near = near_batches(plan, 0.1)
+    bounded, priced = priced, 0
+    whole = {batch: search(replace(asked, global_batch=batch), prefer="fastest") for batch in tried(asked)}
+    assert near
+    for each in near:
+        other = whole[each.global_batch].recommended
+        assert other is not None
+        assert each.plan.best[0].step_s == pytest.approx(other.step_s, rel=1e-9)
+    assert 0 < bounded < priced

@@ -176,6 +176,14 @@ def test_vllm_leaves_the_cache_what_its_sampler_does_not_need():
         ({"quant_method": "gptq", "bits": [4]}, None),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, None),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "fp8"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "int4"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, None),
+        *(
+            ({"quant_method": "compressed-tensors",
+              "config_groups": {"g": {"weights": {"num_bits": 4, "type": "float", "group_size": block}}}}, name)
+            for block, name in ((16, "nvfp4"), (32, "mxfp4"))
+        ),
         ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 4, "type": "int"}}}},
          "int4"),
         ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8, "type": "float"}}}},

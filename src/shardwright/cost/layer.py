@@ -27,6 +27,8 @@ BACKWARD_TRAFFIC = 1.5
 one, and one output."""
 
 
+PRODUCT_BYTES = 4
+"""Bytes that a product by a number, or a copy, moves for a 16-bit element: read and written."""
 CAP_BYTES, CAP_BYTES_BACKWARD = 60, 140
 """Bytes that the operations on a capped score move, forward and backward: written by the matmul, then read and written
 by division, tanh, product, mask, difference and exponential, and read twice; backward the same scores again, the slope
@@ -100,6 +102,9 @@ def head(job: Job, candidates: Candidates) -> Passes:
             element_rate=reached_bytes_per_s(job),
         )  # fmt: skip
         half = f.loss_bytes * (f.T * f.V / f.tp) / 2 / f.element_rate
+        if spec.logits_divided_by != 1:  # the output of the last norm is divided
+            f.add(h=spec.d_model, product_bytes=PRODUCT_BYTES, e=job.element_bytes)
+            half = half + f.T * f.h * f.product_bytes * f.e / 2 / f.element_rate
         passes.add(ELEMENTWISE, *(f(f"{ELEMENTWISE}, {name}", half, "cost/speed.py") for name in "FI"))
         head_over_tp(passes, job, candidates, tokens)
         _launch_ends(passes, job)
@@ -160,8 +165,10 @@ def embedding(job: Job, candidates: Candidates) -> Passes:
     with ledger.section("Embedding, one microbatch"):
         tokens, h = candidates.tokens(job.seq_len), job.model.d_model
         f = Formulas("s", T=tokens, h=h, e=job.element_bytes, element_rate=reached_bytes_per_s(job))
-        moved = 2 * (f.T * f.h * f.e) / f.element_rate
-        passes.add(ELEMENTWISE, *(f(f"{ELEMENTWISE}, {name}", moved, "rows read and written") for name in "FI"))
+        moved, source = 2 * (f.T * f.h * f.e) / f.element_rate, "rows read and written"
+        if job.model.embedding_scale != 1:
+            moved, source = 2 * moved, "rows read and written, and their product with embedding_scale"
+        passes.add(ELEMENTWISE, *(f(f"{ELEMENTWISE}, {name}", moved, source) for name in "FI"))
         n_bytes = tokens * h * job.element_bytes
         forward = over_tp(passes, job, candidates, n_bytes, "rows", reduce_scatter, all_reduce)
         backward = over_tp(passes, job, candidates, n_bytes, "gradients of rows", all_gather, None)
@@ -339,9 +346,24 @@ def _elementwise(passes: Passes, job: Job, candidates: Candidates, block: BlockS
         "norms and residuals": f.T_shard * f.h * around,
         "laying out heads": f.T * f.heads * f.c / f.tp * f.heads_bytes,
     }
+    rotating = sum(map(spec.rotates, range(spec.n_layers))) / spec.n_layers
+    placed = f.T * f.qk_dim * (f.heads + f.kv_heads) / f.tp
+    if block.norms_heads:
+        formulas["norms of heads"] = placed * f.norm_bytes
     if spec.positions == "rope" and not block.linear:
-        rotating = sum(map(spec.rotates, range(spec.n_layers))) / spec.n_layers
-        formulas["rotation"] = f.T * f.qk_dim * (f.heads + f.kv_heads) / f.tp * f.rope_bytes * rotating
+        rotation_bytes = f.rope_bytes
+        if spec.rope_fraction < 1:
+            f.add(rope_fraction=spec.rope_fraction, product_bytes=PRODUCT_BYTES)
+            # A fused kernel copies the other elements; else a concatenation copies all.
+            copied = 1 - f.rope_fraction if job.stack.speed.rope_bytes <= PRODUCT_BYTES else f.constant(1)
+            rotation_bytes = f.rope_bytes * f.rope_fraction + f.product_bytes * copied
+        formulas["rotation"] = placed * rotation_bytes * rotating
+        if spec.temperature_scale and rotating < 1:
+            f.add(product_bytes=PRODUCT_BYTES)
+            formulas["scaling queries"] = f.T * f.qk_dim * f.heads / f.tp * f.product_bytes * (1 - rotating)
+    if spec.branch_scale != 1:
+        f.add(product_bytes=PRODUCT_BYTES)
+        formulas["scaling branches"] = f.T_shard * f.h * f.branches * f.product_bytes
     inner = f.T / f.tp * f.top_k * f.expert_inner + f.T * f.inner / f.tp
     formulas["activation"] = inner * f.activation_bytes
     if block.adapters:

@@ -232,8 +232,9 @@ def _leading_ranks(held: Stages, model: ModelSpec, microbatches: int) -> Ints:
 
     def dominates(one: int, other: int) -> bool:
         """Return whether, at some moment of `one`, at least as much of everything exists, for every one of `other`."""
-        more = (counts[one][None, :] >= counts[other][:, None]).all(2).any(1).all()
-        return bool(layers[one] == layers[other] and more)
+        if layers[one] != layers[other]:
+            return False
+        return bool((counts[one][None, :] >= counts[other][:, None]).all(2).any(1).all())
 
     leading: list[int] = []
     for rank in range(of.pp):

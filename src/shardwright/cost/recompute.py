@@ -120,7 +120,8 @@ def seconds(passes: Passes, job: Job, candidates: Candidates, block: BlockShape)
     if "moe" in mine:
         moved["sorting of tokens"] = f.T / f.tp * f.top_k * f.h * f.permute_bytes
     if spread:
-        moved["heads"] = f.T * f.qk_dim * (f.heads + f.kv_heads) / f.tp * f.rope_bytes
+        of_heads = f.rope_bytes + f.norm_bytes if block.norms_heads else f.rope_bytes
+        moved["heads"] = f.T * f.qk_dim * (f.heads + f.kv_heads) / f.tp * of_heads
     n_bytes = {name: f(name, formula) for what, formula in moved.items() if (name := f"bytes of {what} again")}
     terms = {}
     if n_bytes:

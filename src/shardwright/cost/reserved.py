@@ -19,6 +19,8 @@ from shardwright.cost.memo import (
 
 FIRST = np.zeros(1, dtype=np.int64)
 """The first rank of pp."""
+ROUNDING = 1e-9
+"""Relative error of sums in another order, with a margin."""
 
 
 def reserved_bytes(job: Job, candidates: Candidates, most: float = np.inf, memo: Memo | None = None) -> Floats:
@@ -26,8 +28,7 @@ def reserved_bytes(job: Job, candidates: Candidates, most: float = np.inf, memo:
     candidates. Above `most` the result may be a lower bound. `memo`: of this job.
 
     Parameters, gradients and optimizer states are computed once for candidates that differ only in micro-batch and
-    recomputation. If they need at most `most`, micro-batches of the first rank of pp follow, once for candidates with
-    equal micro-batches. If both need at most `most`, the first rank follows, and then other ranks that can need more.
+    recomputation. If they need at most `most`, the first rank of pp follows, and then other ranks that can need more.
     """
     if not job.stack.keeps_gradients and np.any(candidates.world == 1):
         # A single rank's gradients and pools depend on the micro-batch and on the number of them; it has few layouts.
@@ -40,10 +41,6 @@ def reserved_bytes(job: Job, candidates: Candidates, most: float = np.inf, memo:
     found: Floats = table.values["most"][at] * (1 + share) - share * process
     for first in (True, False) if candidates.pp > 1 else (True,):  # the first rank has most in flight, mostly
         rows = np.flatnonzero(found <= most)
-        if first and most < np.inf and len(rows):
-            low = table.values["always"][at[rows], 0] + _of_microbatches_alone(job, candidates.take(rows), memo)
-            found[rows] = np.maximum(found[rows], low * (1 + share[rows]) - share[rows] * process)
-            rows = rows[found[rows] <= most]
         if len(rows):
             left = candidates.take(rows)
             ranks = FIRST if first else _others(job, left)
@@ -60,6 +57,21 @@ def reserved_bytes(job: Job, candidates: Candidates, most: float = np.inf, memo:
                 whole += pools.in_passing(gathered, np.moveaxis(sent, 2, 0), room, theirs)
             found[rows] = np.maximum(found[rows], whole.max(1) * (1 + share[rows]) - share[rows] * process)
     return found
+
+
+def states_and_passes(
+    job: Job, states_of: Candidates, passes_of: Candidates, limit: float, memo: Memo
+) -> tuple[Floats, Floats]:
+    """Return the bytes that a micro-batch may need, for each layout of `states_of`, and the bytes that it needs at
+    least, for each layout of `passes_of`. A layout with the degrees and ZeRO stage of the former and the micro-batch,
+    the number of micro-batches and the recomputation of the latter needs more than `limit` if it needs more than it
+    may. Both have the shared keys of one group; it has several ranks."""
+    stages = pipeline.stages(job, states_of)
+    table = memo.table(OF_STATES, "states", stages.key, others(states_of, NOT_OF_STATES))
+    at = table.rows(states_of, lambda new: _whole_step(job, new))
+    most = limit * (1 + ROUNDING) / (1 + (0.0 if job.stack.of_process else job.stack.fragmentation))
+    room = np.where(table.values["most"][at] <= most, most - table.values["always"][at, 0], -np.inf)
+    return room, _of_microbatches_alone(job, passes_of, memo)
 
 
 def _others(job: Job, candidates: Candidates) -> Ints:

@@ -16,10 +16,11 @@ from shardwright.cost.idle import StageTimes, busy
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.layer import embedding, head, layer
 from shardwright.cost.ledger import Formulas
-from shardwright.cost.memo import NOT_OF_STATES, OF_STATES, Memo, others, remembers
+from shardwright.cost.memo import NOT_OF_A_PASS, NOT_OF_STATES, OF_A_PASS, OF_STATES, Memo, others, remembers
 from shardwright.cost.optimizer_step import optimizer_step
 from shardwright.cost.parameters import RankParameters
 from shardwright.cost.passes import Passes
+from shardwright.cost.reserved import ROUNDING
 from shardwright.cost.speed import DATA
 from shardwright.layout.box import DENSE_AXES
 from shardwright.layout.keys import KEYS
@@ -87,6 +88,18 @@ def step_time(job: Job, candidates: Candidates, *, simulated: bool = True, memo:
     return StepTime(parts, most)
 
 
+def least_time(job: Job, candidates: Candidates, memo: Memo) -> Floats:
+    """Return a lower bound on `step_time`, (n,), in a small part of its time: m x (F + I + W of all stages) / pp, with
+    the time of stragglers. Ignored: stages that are not equal, idle ranks, data-parallel communication, the optimizer.
+    0 if passes depend on the number of micro-batches. `memo`: of this job."""
+    if not remembers(memo, job):
+        return np.zeros(len(candidates))
+    table = memo.table(OF_A_PASS, "all stages", candidates.kind.splits_backward, others(candidates, NOT_OF_A_PASS))
+    rows = table.rows(candidates, lambda new: {"work_s": StagePasses(job, new, memo).work_s})
+    m, work_s = candidates.microbatches(job.global_batch), table.values["work_s"][rows]
+    return (1 - ROUNDING) * (1 + stragglers(job, candidates)) * m * work_s / candidates.pp
+
+
 def _rank_parameters(job: Job, candidates: Candidates, memo: Memo | None) -> RankParameters:
     """Return the parameters of the rank with the most, from the memo if it has them."""
     if memo is None:
@@ -149,6 +162,11 @@ class StagePasses:
             f += self.message[:, None]
             i += self.message[:, None]
         return StageTimes(f, i, w, self.message)
+
+    @property
+    def work_s(self) -> Floats:
+        """Return the seconds of one micro-batch in all stages, (n,), without messages between them."""
+        return np.asarray(sum(sum(passes.totals) * count.sum() for passes, count in self.work))
 
     @cached_property
     def message(self) -> Floats:

@@ -38,10 +38,12 @@ def near_batches(plan: Plan, memory_margin: float, processes: int = 1) -> list[N
     found = []
     for global_batch in tried(plan.job):
         job = replace(plan.job, global_batch=global_batch)
+        most_s = (1 - WORTH) * plan.best[0].step_s / plan.job.tokens * job.tokens
         try:
             other = search(
-                job, memory_margin=memory_margin, top=1, fixed=plan.fixed, processes=processes, prefer="fastest"
-            )
+                job, memory_margin=memory_margin, top=1, fixed=plan.fixed, processes=processes, prefer="fastest",
+                most_s=most_s,
+            )  # fmt: skip
         except LayoutError:
             continue
         if other.recommended is not None:

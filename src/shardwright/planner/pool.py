@@ -1,6 +1,6 @@
 """Layouts that fit, with a lower bound on the step time of each, and a search for the fastest of any subset."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -13,35 +13,79 @@ from shardwright.system.units import divisors
 
 AT_ONCE = 2
 """Layouts simulated in one round. With more, one more result could have excluded some of them."""
+BLOCK = 2048
+"""Layouts of a group whose bounds are computed at once. With fewer, the overhead of numpy calls exceeds their work."""
+BOUNDED = 64
+"""Layouts whose bounds a search for the fastest computes first; then twice as many, and so on."""
 BITS = 40
 """Bits of a time by which layouts are ordered, 1e-12 of it. The order of additions, which depends on how many layouts
 are priced at once, changes the last of 53 bits, and must not decide between layouts that take the same time."""
 
 
 class LayoutPool:
-    """n layouts of a job in groups that share a pipeline. `bound_s`, `peak_bytes`: (n,), in the order of the groups.
+    """n layouts of a job in groups that share a pipeline. `low_s`: lower bounds on their times that took little time to
+    compute, `peak_bytes`; both (n,), in the order of the groups.
 
-    The time of a layout with a pipeline is simulated on request and cached; any other layout's is its bound. All times
-    are rounded to `BITS` bits. Layouts that share passes or parameters take them from one memo.
+    A layout's bound (`step_time` without a simulation) is computed when its `low_s` is not enough, together with others
+    of its group that have a similar `low_s`. The time of a layout with a pipeline is simulated on request and cached;
+    any other layout's is its bound. All times are rounded to `BITS` bits. Layouts that share passes or parameters take
+    them from one memo.
     """
 
-    def __init__(self, job: Job, groups: Sequence[Candidates], bound_s: Floats, peak_bytes: Floats) -> None:
+    def __init__(self, job: Job, groups: Sequence[Candidates], low_s: Floats, peak_bytes: Floats) -> None:
         self.job = job
         self.groups = list(groups)
-        self.bound_s = rounded(bound_s)
         self.peak_bytes = peak_bytes
+        self.low_s = low_s
         self._ends = np.cumsum([len(group) for group in self.groups], dtype=np.int64)
-        self._order = np.argsort(self.bound_s, kind="stable")
+        self._order = np.argsort(low_s, kind="stable")
+        self._blocks = [
+            block
+            for end, group in zip(self._ends.tolist(), self.groups, strict=True)
+            for block in _blocks(low_s[end - len(group) : end], end - len(group))
+        ]
+        self._block = np.zeros(len(low_s), dtype=np.int64)
+        for number, block in enumerate(self._blocks):
+            self._block[block] = number
+        self._bound_s = np.full(len(low_s), np.nan)
         self._exact: dict[int, float] = {}
         self._memo = memo_of(job)
 
     def __len__(self) -> int:
-        return len(self.bound_s)
+        return len(self.low_s)
 
     @property
     def n_simulated(self) -> int:
         """Return the number of layouts simulated so far."""
         return len(self._exact)
+
+    @property
+    def n_bounded(self) -> int:
+        """Return the number of layouts with a computed bound so far."""
+        return int(np.isfinite(self._bound_s).sum())
+
+    @property
+    def bound_s(self) -> Floats:
+        """Return the bounds of all n layouts, (n,)."""
+        return self._bounds(slice(None))
+
+    def within(self, most_s: float) -> Mask:
+        """Return the mask of the layouts whose bound is at most `most_s`, (n,)."""
+        found = self.low_s <= most_s
+        found[found] = self._bounds(np.flatnonzero(found)) <= most_s
+        return found
+
+    def _bounds(self, numbers: Ints | slice) -> Floats:
+        """Return the bounds of some layouts; compute missing ones, a block at a time."""
+        missing = np.isnan(self._bound_s[numbers])
+        for number in np.unique(self._block[numbers][missing]).tolist():
+            block = self._blocks[number]
+            group, begin = self._place(int(block[0]))
+            layouts = self.groups[group].take(block - (int(block[0]) - begin))
+            seconds = step_time(self.job, layouts, simulated=False, memo=self._memo).total_s
+            self._bound_s[block] = rounded(seconds)
+        found: Floats = self._bound_s[numbers]
+        return found
 
     def where(self, condition: Condition) -> Mask:
         """Return the mask of a condition over all n layouts, (n,)."""
@@ -61,15 +105,27 @@ class LayoutPool:
         layout, which comes first. `among`, (n,): the subset to search. Returns fewer than k if the subset has fewer.
 
         Best first: layouts are simulated in the order of their bounds, until no remaining bound is below the k-th time.
-        No layout is faster than its bound, so the result is the same as after simulating all.
+        Bounds are computed in the order of `low_s`, as far as the next bounds in order must be known. No layout is
+        faster than its bound, so the result is the same as after simulating all.
         """
         order = self._order if among is None else self._order[among[self._order]]
         found: list[tuple[float, int]] = []
-        for begin in range(0, len(order), AT_ONCE):
-            if len(found) >= k and self.bound_s[order[begin]] >= found[k - 1][0]:
-                break
-            numbers = order[begin : begin + AT_ONCE].tolist()
-            found = sorted([*found, *zip(self.times_s(numbers), numbers, strict=True)])[:k]
+        done, bounded = 0, 0
+        while bounded < len(order):
+            bounded = min(len(order), max(BOUNDED, 2 * bounded))
+            numbers = np.sort(order[:bounded])
+            bound_s = self._bounds(numbers)
+            ready = bound_s < (self.low_s[order[bounded]] if bounded < len(order) else np.inf)
+            numbers, bound_s = numbers[ready], bound_s[ready]
+            sorted_at = np.argsort(bound_s, kind="stable")
+            for begin in range(done, len(numbers), AT_ONCE):
+                if len(found) >= k and bound_s[sorted_at[begin]] >= found[k - 1][0]:
+                    return [number for _, number in found]
+                if begin + AT_ONCE > len(numbers) and bounded < len(order):
+                    break
+                those = numbers[sorted_at[begin : begin + AT_ONCE]].tolist()
+                found = sorted([*found, *zip(self.times_s(those), those, strict=True)])[:k]
+                done = begin + AT_ONCE
         return [number for _, number in found]
 
     def times_s(self, numbers: Iterable[int]) -> list[float]:
@@ -85,12 +141,20 @@ class LayoutPool:
             layouts = self.groups[group].take(rows)
             seconds = rounded(step_time(self.job, layouts, simulated=True, memo=self._memo).total_s)
             self._exact.update(zip(those, seconds.tolist(), strict=True))
-        return [self._exact.get(number, float(self.bound_s[number])) for number in wanted]
+        bounds = self._bounds(np.array(wanted, dtype=np.int64)).tolist()
+        return [self._exact.get(number, bound) for number, bound in zip(wanted, bounds, strict=True)]
 
     def _place(self, number: int) -> tuple[int, int]:
         """Return the index of a layout's group, and its index in the group."""
         group = int(np.searchsorted(self._ends, number, side="right"))
         return group, number - int(self._ends[group] - len(self.groups[group]))
+
+
+def _blocks(low_s: Floats, begin: int) -> Iterator[Ints]:
+    """Yield the numbers of the layouts of a group, from `begin`, `BLOCK` at a time in the order of `low_s`."""
+    order = begin + np.argsort(low_s, kind="stable")
+    for at in range(0, len(order), BLOCK):
+        yield order[at : at + BLOCK]
 
 
 def rounded(seconds: Floats) -> Floats:

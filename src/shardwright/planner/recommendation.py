@@ -98,7 +98,7 @@ def candidates(
     are left out. `fewer_layers`: also with recomputation in as few layers as leave headroom.
     """
     by, node_size = fastest.job.calibration.difference, fastest.job.cluster.node_size
-    near = pool.bound_s <= exp(by["base"] + by["moved"]) * fastest.step_s
+    near = pool.within(exp(by["base"] + by["moved"]) * fastest.step_s)
     n_axes = pool.numbers(lambda group: complexity(group, node_size) // 2)
     room = with_headroom(limit_bytes)
     for most_bytes, kept in ((room, near & (pool.peak_bytes <= room)), (limit_bytes, near & (pool.peak_bytes > room))):

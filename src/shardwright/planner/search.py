@@ -19,16 +19,25 @@ from typing import Any, TypeVar
 import numpy as np
 
 from shardwright.cost.host import host_share, node_host_bytes
-from shardwright.cost.job import Candidates, Floats, Job
+from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.memo import Memo
-from shardwright.cost.reserved import reserved_bytes
-from shardwright.cost.step import step_time
+from shardwright.cost.reserved import reserved_bytes, states_and_passes
+from shardwright.cost.step import least_time
 from shardwright.planner.choice import Choice, PricedLayout, choice_at
 from shardwright.planner.distinct import distinct
 from shardwright.planner.pool import LayoutPool, memo_of
 from shardwright.planner.recommendation import candidates, recommend, with_fewest_layers
 from shardwright.planner.simplicity import simplest, simplest_near
-from shardwright.planner.space import OFFLOADS, Condition, FixedChoices, groups, groups_of, no_layout, none_searched
+from shardwright.planner.space import (
+    OFFLOADS,
+    CandidateRows,
+    Condition,
+    FixedChoices,
+    Mask,
+    masked_groups,
+    no_layout,
+    none_searched,
+)
 from shardwright.system.errors import InputError, LayoutError
 from shardwright.system.forks import SAFE_PATH, environment
 from shardwright.system.units import divisors
@@ -107,13 +116,15 @@ def search(
     processes: int = 1,
     prefer: str | None = None,
     progress: Progress | None = None,
+    most_s: float = np.inf,
 ) -> Plan:
     """Return the `top` layouts of the whole cluster that train fastest and fit, of equal ones the simplest.
 
     `memory_margin`: share of an accelerator's memory that is kept free. `fixed`: only layouts with these values.
     `prefer`: the layout to recommend, "fastest" or "simplest" (`simplicity.PREFERENCES`), instead of the recommendation
     of `planner.recommendation`. `processes`: number of processes that evaluate layouts (`survey`); below
-    `PARALLEL_FROM` accelerators one. `progress`: called with the numbers of stages that are done, and all of them. The
+    `PARALLEL_FROM` accelerators one. `progress`: called with the numbers of stages that are done, and all of them.
+    `most_s`: layouts that take longer need not be found; nothing is recommended if all do. The
     result equals evaluating every layout of `planner.space` with a simulated
     schedule (`LayoutPool.fastest`). The `TOP` fastest, or `top` if larger, that recompute do so in as few layers of
     each stage as fit (`recomputation.fewest_layers`) if that saves `WORTH_A_KEY`, unless `fixed` has keys of
@@ -127,7 +138,8 @@ def search(
     ):
         raise LayoutError(*problems)
     limit = limit_bytes(job, memory_margin)
-    found = survey(job, limit, fixed, processes if job.cluster.size >= PARALLEL_FROM else 1, progress=progress)
+    processes = processes if job.cluster.size >= PARALLEL_FROM else 1
+    found = survey(job, limit, fixed, processes, progress=progress, most_s=most_s)
     if fixed is not None and not found.n_layouts:
         raise none_searched(job, fixed)
     listed = distinct(found.pool, max(top, TOP))
@@ -177,15 +189,19 @@ def survey(
     processes: int = 1,
     pp: int | None = None,
     progress: Progress | None = None,
+    most_s: float = np.inf,
 ) -> Survey:
-    """Compute the memory of every layout, and a bound on the time of the layouts that need at most `limit` bytes.
+    """Compute the memory of every layout that may fit, and a bound on the time of the layouts that need at most `limit`
+    bytes.
 
     `condition`: only layouts that meet it. `processes`: if above 1, each process evaluates the layouts of one number of
-    stages at a time, and `condition` has to be None or FixedChoices. `pp`: only pipelines of `pp` ranks.
+    stages at a time, and `condition` has to be None or FixedChoices. `pp`: only pipelines of `pp` ranks. `most_s`:
+    layouts whose step takes longer, also if fewer of their layers recompute, may be left out of the pool.
     Raises LayoutError if no layout can partition the batch, unless `pp` is given.
     """
     memo = memo_of(job) if processes == 1 else None  # other processes have their own
-    evaluate, pps = partial(_survey_of, job, limit, condition, memo), divisors(job.cluster.size) if pp is None else [pp]
+    pps = divisors(job.cluster.size) if pp is None else [pp]
+    evaluate = partial(_survey_of, job, limit, condition, memo, most_s)
     found = [each for each in spread(evaluate, pps, processes, progress) if each is not None]
     if not found:
         if pp is None:
@@ -193,37 +209,63 @@ def survey(
         return Survey(0, LayoutPool(job, [], np.zeros(0), np.zeros(0)), None, np.inf, np.inf)
     nearest = min(found, key=lambda each: each.least)
     pools = [each.pool for each in found]
-    bounds, peaks = (np.concatenate([getattr(pool, name) for pool in pools]) for name in ("bound_s", "peak_bytes"))
-    pool = LayoutPool(job, [group for pool in pools for group in pool.groups], bounds, peaks)
+    low_s, peaks = (np.concatenate([getattr(pool, name) for pool in pools]) for name in ("low_s", "peak_bytes"))
+    pool = LayoutPool(job, [group for pool in pools for group in pool.groups], low_s, peaks)
     n_layouts = sum(each.n_layouts for each in found)
     return Survey(n_layouts, pool, nearest.nearest, nearest.nearest_bytes, nearest.least)
 
 
-def _survey_of(job: Job, limit: float, condition: Condition | None, memo: Memo | None, pp: int) -> Survey | None:
+def _survey_of(
+    job: Job, limit: float, condition: Condition | None, memo: Memo | None, most_s: float, pp: int
+) -> Survey | None:
     """Return the survey of the layouts with `pp` stages; None if none can partition the batch. `memo`: the job's."""
     kept: list[Candidates] = []
-    bounds, peaks = [np.zeros(0)], [np.zeros(0)]
+    low_s, peaks = [np.zeros(0)], [np.zeros(0)]
     n_layouts, least, nearest_bytes, exists, memo = 0, np.inf, np.inf, False, memo or memo_of(job)
     nearest: Choice | None = None
-    for whole in groups_of(job, pp, _offload(condition), condition):
+    for found, rows, valid in masked_groups(job, pp, _offload(condition), condition):
         exists = True
-        for group in _parts(whole):
-            most = max(limit, least if nearest else _first_guess(job, group, limit, memo))
+        n_layouts += int(valid.sum())
+        if not valid.any():
+            continue
+        most = max(
+            limit, least if nearest else _first_guess(job, found.take(rows.degrees.among(valid).first), limit, memo)
+        )
+        passes = rows.passes.among(valid)
+        passes_of = found.take(passes.first)
+        low_of_passes, slow = least_time(job, passes_of, memo), np.zeros(len(passes_of), dtype=bool)
+        if most_s < np.inf:
+            slow = least_time(job, replace(passes_of, recompute=np.zeros_like(passes_of.recompute)), memo) > most_s
+        at_all = _promising(job, found, rows, valid, most, memo)
+        at_all = at_all[~slow[passes.of_row[at_all]]]
+        for at in _parts(at_all, pp):
+            group = found.take(at)
+            most = max(limit, min(most, least))
             on_device = reserved_bytes(job, group, most, memo)
             needed = _with_host(job, group, on_device, limit, most)
-            n_layouts += len(group)
-            at = int(needed.argmin())
-            if needed[at] < least:
-                nearest, nearest_bytes, least = choice_at(group, at), float(on_device[at]), float(needed[at])
+            first = int(needed.argmin())
+            if needed[first] < least:
+                nearest, nearest_bytes, least = choice_at(group, first), float(on_device[first]), float(needed[first])
             fits = needed <= limit
             if fits.any():
                 kept.append(group.take(fits))
                 peaks.append(on_device[fits])
-                bounds.append(step_time(job, kept[-1], simulated=False, memo=memo).total_s)
+                low_s.append(low_of_passes[passes.of_row[at[fits]]])
     if not exists:
         return None
-    pool = LayoutPool(job, kept, np.concatenate(bounds), np.concatenate(peaks))
+    pool = LayoutPool(job, kept, np.concatenate(low_s), np.concatenate(peaks))
     return Survey(n_layouts, pool, nearest, nearest_bytes, least)
+
+
+def _promising(job: Job, found: Candidates, rows: CandidateRows, valid: Mask, most: float, memo: Memo) -> Ints:
+    """Return the rows of the mask `valid`, (n,), without layouts whose states and first micro-batch alone need more
+    than `most` bytes."""
+    if job.cluster.size == 1 or not valid.any():
+        return np.flatnonzero(valid)
+    degrees, passes = rows.degrees.among(valid), rows.passes.among(valid)
+    room, needed = states_and_passes(job, found.take(degrees.first), found.take(passes.first), most, memo)
+    kept = np.flatnonzero(valid)
+    return kept[needed[passes.of_row[kept]] <= room[degrees.of_row[kept]]]
 
 
 def _first_guess(job: Job, candidates: Candidates, limit: float, memo: Memo) -> float:
@@ -258,23 +300,28 @@ def least_host_bytes(job: Job, limit: float, condition: Condition | None = None)
 
 def _on_device(job: Job, limit: float, condition: Condition | None) -> Iterator[Candidates]:
     """Yield layouts that need at most `limit` bytes of a device, whatever they store in the memory of the host."""
-    memo = memo_of(job)
-    for group in groups(job, _offload(condition), condition):
-        for part in _parts(group):
-            room = reserved_bytes(job, part, limit, memo) <= limit
-            if room.any():
-                yield part.take(room)
+    memo, any_group = memo_of(job), False
+    for pp in divisors(job.cluster.size):
+        for found, rows, valid in masked_groups(job, pp, _offload(condition), condition):
+            any_group = True
+            for at in _parts(_promising(job, found, rows, valid, limit, memo), pp):
+                part = found.take(at)
+                room = reserved_bytes(job, part, limit, memo) <= limit
+                if room.any():
+                    yield part.take(room)
+    if not any_group:
+        raise LayoutError(no_layout(job))
 
 
 def _offload(condition: Condition | None) -> dict[str, Any]:
     return condition.offload if isinstance(condition, FixedChoices) else {}
 
 
-def _parts(group: Candidates) -> Iterator[Candidates]:
-    """Yield the layouts of a group in parts small enough to evaluate at once."""
-    step = max(1, CELLS // group.pp)
-    for begin in range(0, len(group), step):
-        yield group.take(slice(begin, begin + step))
+def _parts(rows: Ints, pp: int) -> Iterator[Ints]:
+    """Yield the rows of layouts with pipelines of `pp` ranks in parts small enough to evaluate at once."""
+    step = max(1, CELLS // pp)
+    for begin in range(0, len(rows), step):
+        yield rows[begin : begin + step]
 
 
 Item = TypeVar("Item")

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,16 +78,22 @@ def groups_of(
     job: Job, pp: int, offload: Mapping[str, Any] = MappingProxyType({}), condition: Condition | None = None
 ) -> Iterator[Candidates]:
     """Yield the `groups` with pipelines of `pp` ranks; there may be none."""
+    for found, _, kept in masked_groups(job, pp, offload, condition):
+        yield found.take(kept)
+
+
+def masked_groups(
+    job: Job, pp: int, offload: Mapping[str, Any] = MappingProxyType({}), condition: Condition | None = None
+) -> Iterator[tuple[Candidates, "CandidateRows", Mask]]:
+    """Yield for each of `groups_of` all rows as candidates, the rows, and the mask of the rows in the group."""
     by_method: dict[str, CandidateRows] = {}
     for shared in _in_nodes(job, _shared(pp, job.model.n_layers, tuple(offload.items()))):
         method = shared.cp_method
         if method not in by_method:
-            by_method[method] = CandidateRows.from_columns(
-                job, _rows(job, pp, method, shared.offload_parameters != "none")
-            )
+            by_method[method] = CandidateRows.from_degrees(job, pp, method, shared.offload_parameters != "none")
         found, kept = _group(job, shared, by_method[method])
         if kept.any():
-            yield found.take(kept if condition is None else kept & condition(found))
+            yield found, by_method[method], kept if condition is None else kept & condition(found)
 
 
 @cache
@@ -122,19 +128,60 @@ def _with(layout: Layout, name: str, value: Any) -> list[Layout]:
         return []
 
 
+class DistinctParts(NamedTuple):
+    """The distinct values of some columns of n rows: for each value the index of its first row, (u,), and for each row
+    the index of its value, (n,)."""
+
+    first: Ints
+    of_row: Ints
+
+    @staticmethod
+    def from_numbers(numbers: Ints) -> "DistinctParts":
+        """Return the distinct values of integers >= 0 that are not far above n."""
+        first = np.full(int(numbers.max(initial=-1)) + 1, -1)
+        first[numbers[::-1]] = np.arange(len(numbers))[::-1]
+        there = first >= 0
+        return DistinctParts(first[there], (np.cumsum(there) - 1)[numbers])
+
+    def among(self, kept: Mask) -> "DistinctParts":
+        """Return the values that rows of the mask, (n,), have. The indices of the other rows are undefined."""
+        there = np.zeros(len(self.first), dtype=bool)
+        there[self.of_row[kept]] = True
+        return DistinctParts(self.first[there], (np.cumsum(there) - 1)[self.of_row])
+
+
 @dataclass(frozen=True)
 class CandidateRows:
     """Every valid choice of the keys in which the layouts of a group differ, for any shared keys. `microbatches`: the
-    distinct numbers of micro-batches of a step, and for each row the index of its number."""
+    distinct numbers of micro-batches of a step, and for each row the index of its number. `degrees`: the distinct
+    degrees and ZeRO stages. `passes`: the distinct tp, cp, ep, ZeRO stage, micro-batch and recomputation, which also
+    determine the number of micro-batches."""
 
     columns: Mapping[str, Any]
     microbatches: tuple[Ints, Ints]
+    degrees: DistinctParts
+    passes: DistinctParts
 
     @staticmethod
-    def from_columns(job: Job, columns: Columns) -> "CandidateRows":
-        """Return the rows of these columns."""
+    def from_degrees(job: Job, pp: int, method: str, on_host: bool) -> "CandidateRows":
+        """Return the rows of pipelines of `pp` ranks; `on_host` as in `_degrees`."""
+        degrees = _degrees(job.model, job.cluster.size // pp, job.seq_len, method, on_host)
+        degrees = _where(degrees, job.global_batch % (degrees["dp_replicate"] * degrees["dp_shard"]) == 0)
+        names = ("tp", "cp", "ep", "zero")
+        kinds = np.unique(np.stack([degrees[name] for name in names]), axis=1, return_inverse=True)[1].reshape(-1)
+        choices = {"micro_batch": divisors(job.global_batch), "recompute": _RECOMPUTED}
+        n_choices = len(choices["micro_batch"]) * len(_RECOMPUTED)
+        columns = _times(degrees, choices)
         unit = columns["micro_batch"] * columns["dp_replicate"] * columns["dp_shard"]
-        return CandidateRows({"sequence_parallel": columns["tp"] > 1, **columns}, numbered(job.global_batch // unit))
+        valid = job.global_batch % unit == 0
+        at, choice = (each[valid] for each in np.divmod(np.arange(len(valid)), n_choices))
+        columns = _where(columns, valid)
+        return CandidateRows(
+            {"sequence_parallel": columns["tp"] > 1, **columns},
+            numbered(job.global_batch // unit[valid]),
+            DistinctParts.from_numbers(at),
+            DistinctParts.from_numbers(kinds[at] * n_choices + choice),
+        )
 
 
 def _group(job: Job, shared: Layout, rows: CandidateRows) -> tuple[Candidates, Mask]:
@@ -151,17 +198,6 @@ def _group(job: Job, shared: Layout, rows: CandidateRows) -> tuple[Candidates, M
         if name not in COLUMNS and getattr(shared, name) != key.default_in(shared):
             kept &= key.used(found)
     return found, kept
-
-
-def _rows(job: Job, pp: int, method: str, on_host: bool) -> Columns:
-    """Return every valid choice of the keys in which the layouts of a group differ."""
-    found = _degrees(job.model, job.cluster.size // pp, job.seq_len, method, on_host)
-    data = found["dp_replicate"] * found["dp_shard"]
-    found = _where(found, job.global_batch % data == 0)
-    choices = {"micro_batch": divisors(job.global_batch), "recompute": _RECOMPUTED}
-    found = _times(found, choices)
-    unit = found["micro_batch"] * found["dp_replicate"] * found["dp_shard"]
-    return _where(found, job.global_batch % unit == 0)
 
 
 def _degrees(spec: ModelSpec, n_ranks: int, seq_len: int, method: str, on_host: bool = False) -> Columns:

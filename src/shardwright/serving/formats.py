@@ -71,6 +71,18 @@ _METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "mxfp4", "awq": "int4", 
 """Values of `quantization_config.quant_method` of transformers; the last three state their `bits`."""
 _OF_BITS = {"int4": "int4", "int8": "int8", "float8": "fp8", "float4": "nvfp4"}
 """Formats by the type and the number of bits of an element."""
+_OF_MODEL_OPT = {
+    "FP8": "fp8",
+    "FP8_PB_WO": "fp8",
+    "FP8_PER_CHANNEL_PER_TOKEN": "fp8",
+    "NVFP4": "nvfp4",
+    "NVFP4_AWQ": "nvfp4",
+    "W4A16_AWQ": "int4",
+    "W4A8_AWQ": "int4",
+}
+"""Formats by ModelOpt's `quant_algo`."""
+_MX_BLOCK = 32
+"""Elements of a block of mxfp4 that share a scale; a block of nvfp4 has 16."""
 _NAMES = r"fp8|nvfp4|mxfp4|awq|gptq|int4|int8"
 
 
@@ -89,14 +101,15 @@ def format_of_config(config: Mapping[str, Any]) -> str | None:
     if method == "bitsandbytes":
         return "int8" if quantised.get("load_in_8bit") else None
     if method == "modelopt" or "quant_algo" in quantised:
-        return {"FP8": "fp8", "NVFP4": "nvfp4"}.get(str(quantised.get("quant_algo")).upper())
+        return _OF_MODEL_OPT.get(str(quantised.get("quant_algo")).upper())
     if method == "compressed-tensors":
         groups = quantised.get("config_groups")
         first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
         weights = first.get("weights") if isinstance(first, dict) else None
         if not isinstance(weights, dict):
             return None
-        return _OF_BITS.get(f"{weights.get('type')}{weights.get('num_bits')}")
+        found = _OF_BITS.get(f"{weights.get('type')}{weights.get('num_bits')}")
+        return "mxfp4" if found == "nvfp4" and weights.get("group_size") == _MX_BLOCK else found
     found = _METHODS.get(method)
     return _OF_BITS.get(f"int{quantised.get('bits', 4)}") if found == "int4" else found
 
