@@ -7,7 +7,7 @@ from typing import Any
 from shardwright.layout.key import MOST_LAYERS
 from shardwright.model.linear_sizes import LinearAttentionSpec
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
-from shardwright.model.sizes import Norm
+from shardwright.model.sizes import Norm, Positions
 from shardwright.model.spec import ModelSpec
 from shardwright.readers.table import Values
 from shardwright.system.errors import InputError
@@ -41,7 +41,7 @@ def model_of(values: Values, seq_len: int) -> ModelSpec:
     d_ffn = values["ffn_hidden_size"] or (int(4 * width * 2 / 3) // 64 * 64 if values["swiglu"] else 4 * width)
     head_dim = values["kv_channels"] or max(width // max(heads, 1), 1)
     groups = values["num_query_groups"] if _grouped(values) else heads
-    positions = "rope" if latent else _positions(values)
+    positions: Positions = "rope" if latent else _positions(values)
     most = values["max_position_embeddings"] or seq_len
     norm: Norm = "rmsnorm" if values["normalization"] == "RMSNorm" else "layernorm"
     biased = values["add_bias_linear"]
