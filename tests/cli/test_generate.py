@@ -350,12 +350,12 @@ def test_a_folder_without_a_model_or_a_tokenizer_is_told(folder: Path, tmp_path:
     assert "a run uses the tokenizer of its data: prepare" in told
 
 
-def compared(folder: Path, layout: str = "", code: int = 0) -> dict[str, Any]:
+def compared(folder: Path, layout: str = "", code: int = 0, *options: str) -> dict[str, Any]:
     lines = [{"text": "import json, sys"}, {"prompt": "def f(", "completion": "x): return"}, {"text": "class A:"}]
     path = folder / "compared.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    options = ["score", str(folder / "run"), str(path), "--check", "--json", "--layout", layout]
-    result = CliRunner().invoke(app, options)
+    arguments = ["score", str(folder / "run"), str(path), "--check", "--json", "--layout", layout, *options]
+    result = CliRunner().invoke(app, arguments)
     assert result.exit_code == code, result.output
     found: dict[str, Any] = json.loads(result.stdout)
     return found
@@ -368,6 +368,29 @@ def test_training_score_and_generation_agree_within_the_stated_bound(folder: Pat
     assert [each["path"] for each in found["paths"]] == ["score", "generate"]
     assert all(each["largest"] <= found["bound"] < 1e-4 for each in found["paths"])
     assert found["n_tokens"] > 20
+
+
+@pytest.mark.parametrize("layout", rest_prove(["", "dp_replicate=2", "tp=2", "pp=2"], ""), ids=str)
+def test_training_score_and_generation_have_equal_bits_in_the_batch_invariant_mode(folder: Path, layout: str):
+    found = compared(folder, layout, 0, "--batch-invariant", "--batch-size", "2")
+    assert found["bound"] == 0
+    assert all(each["n_equal"] == found["n_tokens"] > 20 for each in found["paths"])
+
+
+def test_generated_log_probabilities_are_scored_with_equal_bits_in_the_batch_invariant_mode(
+    folder: Path, tmp_path: Path
+):
+    prompts = [option for text in ("import os", "a", "class A:") for option in ("--prompt", text)]
+    options = ["--batch-invariant", "--json", "--batch-size", "2"]
+    made = json.loads(run("generate", folder / "run", *prompts, "--max-tokens", "6", "--logprobs", *options))
+    made = made["completions"]
+    (tmp_path / "made.jsonl").write_text("".join(json.dumps(each) + "\n" for each in made))
+    scores = json.loads(run("score", folder / "run", tmp_path / "made.jsonl", *options))["texts"]
+    for score, each in zip(scores, made, strict=True):
+        n = len(each["prompt_tokens"])
+        assert [token["log_prob"] for token in score["tokens"]][n:] == each["log_probs"]
+    told = run("score", folder / "run", tmp_path / "made.jsonl", *options, "--layout", "cp=2", code=2)
+    assert "batch invariance with layout.cp=2" in told
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from shardwright.parallel.apply import apply
 from shardwright.parallel.boxes import local_box
 from shardwright.parallel.objects import gathered
 from shardwright.parallel.stored import gather_values
-from shardwright.split.rules import TokenCall, token_call_problems
+from shardwright.split.rules import TokenCall, batch_invariance_problems, token_call_problems
 from shardwright.split.rules import problems as split_problems
 from shardwright.split.stages import schedule_problems
 from shardwright.system.errors import InputError, LayoutError, checked_call, checked_constructor
@@ -293,6 +293,7 @@ def parallelize(
     param_dtype: torch.dtype = torch.float32,
     compute_dtype: torch.dtype | None = None,
     compile: bool = False,
+    batch_invariant: bool = False,
 ) -> DistributedModel:
     """Put a model on the ranks of a layout. Every rank calls this function with the same arguments.
 
@@ -301,6 +302,8 @@ def parallelize(
     `seq_len`: tokens of a sequence, for which pipeline stages are balanced; the model's `max_seq_len` by default.
     `device`: "cpu", "cuda" or "auto". `param_dtype`: type of parameters, gradients and optimizer states.
     `compute_dtype`: type of matmuls, `param_dtype` by default. `compile`: compile each block with torch.compile.
+    `batch_invariant`: `log_probs` and `generate` compute numbers that are equal in each bit, whatever the other
+    sequences of a call are; it is slower, and excludes `compile`, latent and linear attention, cp, and tp above 2.
 
     If no process group exists, this function joins one: of one process, or under torchrun and srun of the processes
     that they started; with gloo on CPU and NCCL on GPUs.
@@ -318,6 +321,12 @@ def parallelize(
             f"layout.offload_optimizer={layout.offload_optimizer!r}: the optimizer of a loop of your own keeps its "
             f"states itself; leave it out (`train` and `verify` have it)"
         )
+    if batch_invariant:
+        wrong += batch_invariance_problems(spec, layout)
+        if compile:
+            wrong.append(
+                "batch_invariant with compile: a compiled block has one kernel for several operations; leave one out"
+            )
     if wrong:
         raise LayoutError(*wrong)
     place = _place()
@@ -335,6 +344,7 @@ def parallelize(
         compute_dtype=compute_dtype or param_dtype,
         compile_blocks=compile,
         seq_len=seq_len,
+        batch_invariant=batch_invariant,
     )
     if given is not None:
         values = dict(given.named_parameters())

@@ -31,6 +31,14 @@ if TYPE_CHECKING:
 LAYOUT_KEYS = ("tp", "pp", "cp", "cp_method", "ulysses_degree", "ep", "dp_replicate", "dp_shard")
 """The keys of the layout that apply without a backward pass."""
 
+BatchInvariant = Annotated[
+    bool,
+    typer.Option(
+        "--batch-invariant",
+        help="log-probabilities of training, score and generate are equal in each bit, whatever the batch; slower",
+    ),
+]
+
 
 @dataclasses.dataclass(frozen=True)
 class GenerateOptions:
@@ -73,6 +81,7 @@ class GenerateOptions:
         bool,
         typer.Option("--logprobs", help="with --json: the ids and the log-probability of each token, as `score` has"),
     ] = False
+    batch_invariant: BatchInvariant = False
     device: Device = "auto"
     json: AsJson = False
 
@@ -122,6 +131,7 @@ def generate(options: GenerateOptions) -> None:
             tuple(options.stop or ()),
             options.chat,
             options.logprobs,
+            options.batch_invariant,
         )
     )
     if answer is None:

@@ -17,7 +17,7 @@ from shardwright.cli.common import (
     wrong_device,
     wrong_sizes,
 )
-from shardwright.cli.generate import LAYOUT_KEYS
+from shardwright.cli.generate import LAYOUT_KEYS, BatchInvariant
 from shardwright.system.errors import InputError
 
 
@@ -46,6 +46,7 @@ class ScoreOptions:
             help="compare the log-probabilities of the trainer's forward pass, score, and token-by-token generate",
         ),
     ] = False
+    batch_invariant: BatchInvariant = False
     json: AsJson = False
 
 
@@ -58,7 +59,8 @@ def score(options: ScoreOptions) -> None:
     --json has the log-probability of each token. Texts are data to dp_shard and dp_replicate; ranks are started here as
     local processes on the CPU, or by torchrun or srun.
 
-    With --check, exit codes: 0 the log-probabilities agree within the stated bound, 1 they do not, 2 bad input.
+    With --check, exit codes: 0 the log-probabilities agree within the stated bound, which is 0 with --batch-invariant,
+    1 they do not, 2 bad input.
     """
     from shardwright.generation.agreement import agreement_view
     from shardwright.generation.texts import TextScoreRequest, compare_texts, score_texts, scores_view
@@ -72,7 +74,9 @@ def score(options: ScoreOptions) -> None:
     problems += unread
     if problems:
         raise InputError(*problems)
-    request = TextScoreRequest(options.model, records, layout, options.batch_size, options.device)
+    request = TextScoreRequest(
+        options.model, records, layout, options.batch_size, options.device, options.batch_invariant
+    )
     try:
         compared = compare_texts(request) if options.check else None
         scores = None if options.check else score_texts(request)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from shardwright.generation.batch import RaggedBatch, SequenceSegment
 from shardwright.generation.engine import GenerationEngine
-from shardwright.generation.sampling import Sampling, as_bits, from_bits, log_probabilities
+from shardwright.generation.sampling import Sampling, as_bits, from_bits
+from shardwright.parallel.loss import log_probabilities
 
 
 @dataclass

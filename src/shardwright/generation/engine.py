@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -27,19 +26,19 @@ from shardwright.generation.cache import (
     PrefillAttention,
     attend_modules,
 )
+from shardwright.model.batch_invariant import batch_invariant
 from shardwright.model.latent_attention import LatentAttention
 from shardwright.model.linear_attention import GatedDeltaNet
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.collectives import start_gather_tokens
+from shardwright.parallel.loss import gather_vocabulary
 from shardwright.parallel.microbatch_runner import Microbatch
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.tensor import VocabularyHead
 from shardwright.split.rules import sequence_cuts
 from shardwright.split.sequence import spans
-from shardwright.split.tensor import vocabulary_rows
 from shardwright.system.errors import InputError
-from shardwright.system.torch_private import all_gather_single
 from shardwright.training.device import configure_malloc
 
 
@@ -69,9 +68,11 @@ class WholeEngine:
 
     n_batches, one_prompt, in_step = 1, False, False
 
-    def __init__(self, model: Transformer, n_slots: int, n_positions: int, n_ahead: int = 0) -> None:
-        """Sizes of the cache: see `cache.Cache`."""
-        self.model = model.eval()
+    def __init__(
+        self, model: Transformer, n_slots: int, n_positions: int, n_ahead: int = 0, *, batch_invariant: bool = False
+    ) -> None:
+        """Sizes of the cache: see `cache.Cache`; `batch_invariant`: see `model/batch_invariant.py`."""
+        self.model, self.batch_invariant = model.eval(), batch_invariant
         self.cache = Cache(n_slots, n_positions, n_ahead)
         if model.embedding.weight.device.type == "cpu":
             configure_malloc()
@@ -82,7 +83,8 @@ class WholeEngine:
 
     @torch.inference_mode()
     def run(self, batches: Sequence[RaggedBatch]) -> list[Tensor]:
-        return [self._logits(batch) for batch in batches]
+        with batch_invariant(self.batch_invariant):
+            return [self._logits(batch) for batch in batches]
 
     def agree(self, choose: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
         return choose().cpu()
@@ -204,7 +206,8 @@ class LayoutEngine:
             batch.held = self._held(n_padded) if sharded else None
         self._upcoming, self._logits = iter(batches), []
         self.model.runner.evaluate([self._microbatch(batch, n_padded) for batch in batches], self._collect)
-        return [self._whole_vocabulary(logits_Wv) for logits_Wv in self._logits]
+        size, tp = self.model.spec.vocab_size, self.model.groups.tp
+        return [gather_vocabulary(logits_Wv, size, tp) for logits_Wv in self._logits]
 
     def agree(self, choose: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
         if self.replica.size() == 1:
@@ -248,17 +251,6 @@ class LayoutEngine:
     def _collect(self, logits_1Wv: Tensor, _: Tensor) -> Tensor:
         self._logits.append(logits_1Wv[0])
         return logits_1Wv.new_zeros(())
-
-    def _whole_vocabulary(self, logits_Wv: Tensor) -> Tensor:
-        """All-gather the logits over tp; (W, v) -> (W, V)."""
-        group, size = self.model.groups.tp, self.model.spec.vocab_size
-        if group is None:
-            return logits_Wv
-        rows = len(vocabulary_rows(size, self.layout.tp, 0))
-        own_Wv = F.pad(logits_Wv, (0, rows - logits_Wv.shape[1])).contiguous()
-        gathered_nWv = own_Wv.new_empty(group.size(), *own_Wv.shape)
-        all_gather_single(gathered_nWv.flatten(0, 1), own_Wv, group=group)
-        return gathered_nWv.transpose(0, 1).flatten(1)[:, :size]
 
     def _gather_shards(self, x_1tD: Tensor) -> Tensor:
         """Return the tokens of all ranks of tp, with sequence parallelism."""

@@ -18,8 +18,8 @@ from shardwright.generation.speculative import Speculative
 from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.objects import gathered
+from shardwright.split.rules import batch_invariance_problems, sequence_cuts
 from shardwright.split.rules import problems as split_problems
-from shardwright.split.rules import sequence_cuts
 from shardwright.system.errors import InputError
 from shardwright.system.units import counted
 from shardwright.training.ranks import ProcessRank, pick_device, place_from_environment
@@ -48,6 +48,8 @@ class GenerationRequest:
     """Whether each prompt is a user's message, which the chat template renders; the continuation is the answer."""
     log_probs: bool = False
     """Whether completions have the log-probability of each token; not with `draft`."""
+    batch_invariant: bool = False
+    """Whether log-probabilities are equal in each bit to the numbers of `score` and training."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,8 @@ def generate(request: GenerationRequest) -> GenerationResult | None:
     request = replace(request, layout=without_training(request.layout, source.spec))
     layout = request.layout
     problems = layout_problems(source.spec, layout, place)
+    if request.batch_invariant:
+        problems += batch_invariance_problems(source.spec, layout)
     text = source.text()
     chat = source.chat() if request.chat else None
     ids = {index: _ids(prompt, text, chat) for index, prompt in enumerate(request.prompts)}
@@ -215,7 +219,7 @@ def _on_rank(task: _GenerationTask, device: torch.device) -> _RankGeneration:
     """Continue the prompts of one rank of the layout; return the continuations of all ranks."""
     request, layout = task.request, task.request.layout
     source = open_source(request.model)
-    model = source.on_rank(layout, device)
+    model = source.on_rank(layout, device, batch_invariant=task.request.batch_invariant)
     data_rank = layout.data_rank(dist.get_rank())
     prompts = {index: ids for index, ids in task.prompts.items() if index % layout.data_ranks == data_rank}
     done = _complete(task, LayoutEngine(model, device, *_cache_sizes(task, source, prompts)), source, prompts, device)
@@ -235,7 +239,8 @@ def _on_rank(task: _GenerationTask, device: torch.device) -> _RankGeneration:
 
 def _alone(task: _GenerationTask, device: torch.device) -> _RankGeneration:
     source = open_source(task.request.model)
-    engine = WholeEngine(source.whole(device), *_cache_sizes(task, source, task.prompts))
+    sizes = _cache_sizes(task, source, task.prompts)
+    engine = WholeEngine(source.whole(device), *sizes, batch_invariant=task.request.batch_invariant)
     return _complete(task, engine, source, task.prompts, device)
 
 

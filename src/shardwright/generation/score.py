@@ -17,9 +17,10 @@ from torch import Tensor
 from shardwright.generation.continuous import Batcher, RunningSequence
 from shardwright.generation.engine import GenerationEngine, LayoutEngine, WholeEngine
 from shardwright.generation.ranks import run_on_layout
-from shardwright.generation.sampling import Sampling, as_bits, from_bits, log_probabilities
+from shardwright.generation.sampling import Sampling, as_bits, from_bits
 from shardwright.generation.source import open_source
 from shardwright.layout.layout import Layout
+from shardwright.parallel.loss import log_probabilities
 from shardwright.parallel.objects import gathered
 from shardwright.training.ranks import ProcessRank, pick_device, place_from_environment
 
@@ -53,6 +54,8 @@ class ScoreRequest:
     layout: Layout = field(default_factory=Layout)
     batch_size: int = 16
     device: str = "auto"
+    batch_invariant: bool = False
+    """Whether a score is equal in each bit whatever the other sequences are (`model/batch_invariant.py`)."""
 
 
 def score(request: ScoreRequest) -> list[SequenceScore]:
@@ -63,7 +66,11 @@ def score(request: ScoreRequest) -> list[SequenceScore]:
         scores = run_on_layout(request.layout, request.device, _on_rank, request)
     else:
         device = pick_device(request.device, ProcessRank())
-        engine = WholeEngine(open_source(request.model).whole(device), *cache_sizes(request, request.sequences))
+        engine = WholeEngine(
+            open_source(request.model).whole(device),
+            *cache_sizes(request, request.sequences),
+            batch_invariant=request.batch_invariant,
+        )
         scores = scored(engine, request.sequences)
     return [scores[index] for index in sorted(scores)]
 
@@ -132,7 +139,7 @@ def _on_rank(request: ScoreRequest, device: torch.device) -> dict[int, SequenceS
     layout = request.layout
     rank = layout.data_rank(dist.get_rank())
     sequences = {i: sequence for i, sequence in request.sequences.items() if i % layout.data_ranks == rank}
-    model = open_source(request.model).on_rank(layout, device)
+    model = open_source(request.model).on_rank(layout, device, batch_invariant=request.batch_invariant)
     local_scores = scored(LayoutEngine(model, device, *cache_sizes(request, sequences)), sequences)
     return {index: value for part in gathered(local_scores, dict[int, SequenceScore]) for index, value in part.items()}
 

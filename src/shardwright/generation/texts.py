@@ -15,6 +15,7 @@ from shardwright.generation.score import ScoreRequest, score
 from shardwright.generation.source import Text, open_source
 from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
+from shardwright.split.rules import batch_invariance_problems
 from shardwright.system.errors import InputError
 from shardwright.system.files import is_text
 from shardwright.system.units import counted
@@ -37,6 +38,7 @@ class TextScoreRequest:
     layout: Layout = field(default_factory=Layout)
     batch_size: int = 16
     device: str = "auto"
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ def _score_request(request: TextScoreRequest) -> tuple[ScoreRequest, dict[int, l
     source = open_source(request.model)
     layout = without_training(request.layout, source.spec)
     problems = layout_problems(source.spec, layout, place_from_environment())
+    if request.batch_invariant:
+        problems += batch_invariance_problems(source.spec, layout)
     text, chat = source.text(), cache(source.chat)  # read when the first record needs it
     ids: dict[int, list[int]] = {}
     is_scored: dict[int, list[bool]] = {}
@@ -105,7 +109,8 @@ def _score_request(request: TextScoreRequest) -> tuple[ScoreRequest, dict[int, l
         raise InputError(*problems)
     firsts = {line: scored.index(True, 1) for line, scored in is_scored.items()}
     sequences = {line: (tokens, len(tokens) - firsts[line]) for line, tokens in ids.items()}
-    return ScoreRequest(request.model, sequences, layout, request.batch_size, request.device), is_scored
+    options = request.batch_size, request.device, request.batch_invariant
+    return ScoreRequest(request.model, sequences, layout, *options), is_scored
 
 
 def _tokens_of(record: Any, text: Text, chat: Callable[[], ChatFormat]) -> tuple[list[int], list[bool]]:

@@ -19,10 +19,11 @@ from shardwright.config.sections import NO_PREFERENCE, PreferenceSection
 from shardwright.data.batches import Batch, DocumentsAB
 from shardwright.data.samples import IGNORE
 from shardwright.model.balance import RealTokens
+from shardwright.model.batch_invariant import is_batch_invariant
 from shardwright.model.device_type import to_device
 from shardwright.model.documents import Documents, restarted
 from shardwright.model.random import EVALUATION, sample_keys
-from shardwright.parallel.loss import ChunkedLoss, bound, loss_sum, token_losses
+from shardwright.parallel.loss import ChunkedLoss, bound, gather_vocabulary, log_probabilities, loss_sum, token_losses
 from shardwright.parallel.microbatch_runner import Loss, Microbatch, PairTargets
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.norm import LocalNorms, clip_gradients, gradient_norm
@@ -368,7 +369,10 @@ class ForwardBackward:
             microbatches = [each._replace(ahead_KBT=None, targets_BT=each.targets_BT[0]) for each in microbatches]
 
         def collect(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-            parts.append(-token_losses(self.cross_entropy, logits_BTV, targets_BT).double())
+            if is_batch_invariant():  # the same function as in generation
+                parts.append(self._log_probs(logits_BTV, targets_BT))
+            else:
+                parts.append(-token_losses(self.cross_entropy, logits_BTV, targets_BT).double())
             return logits_BTV.new_zeros(())
 
         for first in range(0, len(microbatches), EVALUATED_TOGETHER):
@@ -382,6 +386,13 @@ class ForwardBackward:
             if group is not None:
                 dist.all_reduce(whole_NT, group=group)
         return whole_NT
+
+    def _log_probs(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        """Return the log-probability of each target in float64, of all rows of the vocabulary, 0 for an ignored one."""
+        logits_NV = gather_vocabulary(logits_BTV.flatten(0, 1), self.model.spec.vocab_size, self.model.groups.tp)
+        counted_BT = targets_BT != IGNORE
+        values_N = log_probabilities([logits_NV], targets_BT.where(counted_BT, 0).flatten())
+        return values_N.view_as(targets_BT) * counted_BT
 
     def _ahead_sums(self, logits: Sequence[Tensor], targets_PBT: Tensor) -> Tensor:
         return torch.stack([self.loss_sum(*each) for each in zip(logits, targets_PBT, strict=True)])
