@@ -433,3 +433,74 @@ def test_numbers_that_are_not_finite_do_not_agree(value: float):
 def test_a_largest_difference_that_drops_nan_would_be_seen():
     with mutated(Mutation("shardwright.generation.agreement:largest_of", "any(map(math.isnan, values))", "False")):
         assert largest_of([0.1, math.nan]) == 0.1
+
+
+@pytest.fixture(scope="module")
+def experts(folder: Path) -> Path:
+    """A folder with a run of a model with experts in `run`, and generated completions with their experts."""
+    moe = "max_seq_len = 32, moe = { n_experts = 4, top_k = 2, d_ffn = 16, first_dense = 1 } }"
+    text = RUN_FILE.format(folder=folder).replace("max_seq_len = 32 }", moe).replace("/run", "/experts/run")
+    (folder / "experts.toml").write_text(text.replace("steps = 3", "steps = 1"))
+    start(load(folder / "experts.toml"), quiet=True)
+    record(folder / "experts", "made")
+    return folder / "experts"
+
+
+def record(experts: Path, name: str, *options: str) -> None:
+    """Write completions, and their experts."""
+    prompts = [option for text in ("import os", "a", "class A:") for option in ("--prompt", text)]
+    file = experts / f"{name}.safetensors"
+    output = run("generate", experts / "run", *prompts, "--max-tokens", 6, "--logprobs", "--json", "--record-experts",
+                 file, "--batch-size", 2, *options)  # fmt: skip
+    completions = json.loads(output)["completions"]
+    (experts / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in completions))
+
+
+def scored_with(experts: Path, *options: Any) -> list[float]:
+    scores = json.loads(run("score", experts / "run", experts / "made.jsonl", "--json", *options))["texts"]
+    return [token["log_prob"] for text in scores for token in text["tokens"] if token["log_prob"] is not None]
+
+
+@pytest.mark.parametrize("layout", rest_prove(["", "tp=2", "pp=2", "dp_shard=2,ep=2", "cp=2"], ""))
+def test_recorded_experts_are_replayed_by_score(experts: Path, layout: str):
+    made = [json.loads(line) for line in (experts / "made.jsonl").read_text().splitlines()]
+    recorded = load_file(experts / "made.safetensors")
+    assert {name: tuple(each.shape) for name, each in recorded.items()} == {
+        str(number): (len(each["prompt_tokens"]) + len(each["tokens"]) - 1, 1, 2) for number, each in enumerate(made, 1)
+    }
+    right = [value for each in made for value in each["log_probs"]]
+    new = experts / f"again{layout}.safetensors"
+    options = ["--layout", layout, "--batch-size", 2]
+    found = scored_with(experts, "--replay-experts", experts / "made.safetensors", "--record-experts", new, *options)
+    assert found == pytest.approx(right, abs=1e-4)
+    assert all(torch.equal(each, recorded[name]) for name, each in load_file(new).items())
+    scored_with(experts, "--record-experts", new, *options)
+    assert all(
+        torch.equal(each.sort(-1).values, recorded[name].sort(-1).values) for name, each in load_file(new).items()
+    )
+    others = {name: (each + 1) % 4 for name, each in recorded.items()}
+    save_file(others, experts / "others.safetensors")
+    found = scored_with(experts, "--replay-experts", experts / "others.safetensors", "--record-experts", new, *options)
+    assert max(abs(a - b) for a, b in zip(found, right, strict=True)) > 1e-4
+    assert all(torch.equal(each, others[name]) for name, each in load_file(new).items())
+    if layout:
+        record(experts, f"made{layout}", "--layout", layout)
+        assert (experts / f"made{layout}.safetensors").read_bytes() == (experts / "made.safetensors").read_bytes()
+
+
+def test_experts_that_cannot_be_recorded_or_replayed_are_told(folder: Path, experts: Path):
+    made, file = experts / "made.jsonl", experts / "bad.safetensors"
+    replay = ("score", experts / "run", made, "--replay-experts", file)
+    assert "No such file" in run(*replay, code=2)
+    file.write_bytes(b"\0\0")
+    assert "not a whole safetensors file" in run(*replay, code=2)
+    recorded = load_file(experts / "made.safetensors")
+    save_file({"1": recorded["1"][1:], "2": recorded["2"] + 3}, file)
+    told = " ".join(run(*replay, code=2).split())
+    assert "record 1: choices of shape" in told
+    assert "record 2: a choice of expert" in told
+    assert "record 3: not in the file, which has 1, 2" in told
+    assert "the model has no experts" in run("score", folder / "run", made, "--record-experts", file, code=2)
+    prompt = ("generate", experts / "run", "--prompt", "a", "--record-experts")
+    assert "it is named *.safetensors" in run(*prompt, experts / "x.json", code=2)
+    assert "leave out the one or the other" in run(*prompt, file, "--draft", experts / "run", code=2)

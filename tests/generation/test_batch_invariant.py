@@ -21,9 +21,9 @@ from tests.generation.models import EXPERTS, GROUPED, LATENT, LINEAR, SPECS, WIN
 from tests.marks import prove, rest_prove
 from tests.mutation import Mutation, mutated
 
-LENGTHS = (5, 41, 2, 33, 14)
+LENGTHS = (5, 27, 2, 18)
 SEQUENCES = {
-    i: (torch.randint(31, (n,), generator=torch.Generator().manual_seed(i)).tolist(), min(n - 1, 6))
+    i: (torch.randint(31, (n,), generator=torch.Generator().manual_seed(i)).tolist(), min(n - 1, 4))
     for i, n in enumerate(LENGTHS)
 }
 FAMILIES = ("grouped", "experts", "windows", "caps", "chunks", "learned")
@@ -54,7 +54,7 @@ def paths(spec: ModelSpec, dtype: torch.dtype, invariant: bool = True) -> Paths:
         alone = {i: picked(model(torch.tensor([tokens]))[0], tokens, n) for i, (tokens, n) in SEQUENCES.items()}
         together_NTV = model(tokens_NT)
     results = [alone, {i: picked(together_NTV[i], *sequence) for i, sequence in SEQUENCES.items()}]
-    for n_slots, score in ((1, scored), (4, scored), (1, decoded), (4, decoded)):
+    for n_slots, score in ((1, scored), (3, scored), (1, decoded), (3, decoded)):
         engine = WholeEngine(whole_model(spec, dtype), n_slots, max(LENGTHS), batch_invariant=invariant)
         results.append({index: each.log_probs for index, each in score(engine, SEQUENCES).items()})
     return results
@@ -99,14 +99,14 @@ def test_the_mode_computes_what_the_model_computes(name: str):
 
 MODE, CACHE = "shardwright.model.batch_invariant", "shardwright.generation.cache"
 BUGS = {
-    "rows are not padded": (GROUPED, Mutation(f"{MODE}:_blocks", "if missing", "if False")),
+    "rows are not padded": (GROUPED, Mutation(f"{MODE}:_blocks", "ROWS - len(part)", "0")),
     "blocks of keys start at the first key of the cache": (
         WINDOWS,
-        Mutation(f"{CACHE}:RuledLayerCache._pieces", "first=first", "first=0"),
+        Mutation(f"{CACHE}:RuledLayerCache._pieces", "first", "0"),
     ),
     "a window hides the first key that it reads": (
         WINDOWS,
-        Mutation(f"{MODE}:attend_in_blocks", "columns_1S > last_Q1 - window", "columns_1S > last_Q1 - window + 1"),
+        Mutation(f"{MODE}:_seen", "columns_1S > last_Q1 - window", "columns_1S > last_Q1 - window + 1"),
     ),
     "decoding attends as without the mode": (
         GROUPED,

@@ -15,9 +15,10 @@ from shardwright.cli.common import (
     reading_verb,
     show,
     wrong_device,
+    wrong_place,
     wrong_sizes,
 )
-from shardwright.cli.generate import LAYOUT_KEYS, BatchInvariant
+from shardwright.cli.generate import EXPERT_FILES, LAYOUT_KEYS, BatchInvariant, RecordExperts
 from shardwright.system.errors import InputError
 
 
@@ -47,6 +48,11 @@ class ScoreOptions:
         ),
     ] = False
     batch_invariant: BatchInvariant = False
+    record_experts: RecordExperts = None
+    replay_experts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.safetensors", help="give each token the experts of a file of --record-experts"),
+    ] = None
     json: AsJson = False
 
 
@@ -70,12 +76,22 @@ def score(options: ScoreOptions) -> None:
         layout = layout_of(options.layout, LAYOUT_KEYS)
     except InputError as error:
         problems += error.problems
+    problems += wrong_place("--record-experts", options.record_experts, EXPERT_FILES)
+    if options.check and (options.record_experts or options.replay_experts):
+        problems.append("--check compares choices of the routers; leave out --record-experts and --replay-experts")
     records, unread = json_records(options.file, str(options.file))
     problems += unread
     if problems:
         raise InputError(*problems)
     request = TextScoreRequest(
-        options.model, records, layout, options.batch_size, options.device, options.batch_invariant
+        options.model,
+        records,
+        layout,
+        options.batch_size,
+        options.device,
+        options.batch_invariant,
+        options.record_experts,
+        options.replay_experts,
     )
     try:
         compared = compare_texts(request) if options.check else None

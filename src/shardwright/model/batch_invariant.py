@@ -161,6 +161,12 @@ def replace_operator(operator: Any) -> None:
     _RULES[operator] = _grouped_matmul
 
 
+def _seen(columns_1S: Tensor, last_Q1: Tensor, window: int) -> Tensor:
+    """Return which columns each query reads, (Q, S), from the last column of each."""
+    seen_QS = (columns_1S >= 0) & (columns_1S <= last_Q1)
+    return seen_QS & (columns_1S > last_Q1 - window) if window else seen_QS
+
+
 @torch.library.custom_op("shardwright::attend_in_blocks", mutates_args=())
 def attend_in_blocks(
     q_HTC: Tensor,
@@ -204,10 +210,7 @@ def attend_in_blocks(
             if softcap:
                 s_KGQS = _by_elements(torch.tanh, s_KGQS / softcap) * softcap
             columns_1S = columns_S[block * KEYS : (block + 1) * KEYS]
-            seen_QS = (columns_1S >= 0) & (columns_1S <= last_Q1)
-            if window:
-                seen_QS &= columns_1S > last_Q1 - window
-            scores.append(s_KGQS.masked_fill_(~seen_QS, float("-inf")))
+            scores.append(s_KGQS.masked_fill_(~_seen(columns_1S, last_Q1, window), float("-inf")))
             largest_KGQ = torch.maximum(largest_KGQ, s_KGQS.amax(-1))
         sum_KGQ = _by_elements(torch.exp, start_KGQ - largest_KGQ)
         o_KGQC = torch.zeros_like(some_KGQC)

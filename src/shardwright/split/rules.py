@@ -86,6 +86,25 @@ def batch_invariance_problems(spec: ModelSpec, layout: Layout) -> list[str]:
     return found
 
 
+def expert_call_problems(spec: ModelSpec, layout: Layout, compiled: bool = False) -> list[str]:
+    """Return one sentence for each reason why the experts of tokens cannot be recorded or replayed."""
+    if spec.moe is None:
+        return ["the model has no experts (model.moe), so no choices of experts can be recorded or replayed"]
+    found = []
+    if spec.moe.force_balance:
+        found.append("choices of experts with model.moe.force_balance: experts are drawn; set force_balance=False")
+    if layout.pp_schedule in ("dualpipe", "dualpipe-v"):
+        found.append(
+            f"choices of experts with layout.pp_schedule={layout.pp_schedule!r}: micro-batches arrive at a stage from "
+            f"both ends of the pipeline; valid: 1f1b, or another schedule with one direction"
+        )
+    if compiled:
+        found.append(
+            "choices of experts with compile: a compiled block cannot take them one after another; set it to False"
+        )
+    return found
+
+
 def _tensor(spec: ModelSpec, tp: int) -> Iterator[str]:
     for what, size in (("query heads (model.n_heads)", spec.n_heads), ("ffn features (model.d_ffn)", spec.d_ffn)):
         if size % tp:

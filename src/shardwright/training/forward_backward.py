@@ -7,6 +7,7 @@ distribution of samples over data ranks and micro-batches.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from shardwright.model.balance import RealTokens
 from shardwright.model.batch_invariant import is_batch_invariant
 from shardwright.model.device_type import to_device
 from shardwright.model.documents import Documents, restarted
+from shardwright.model.expert_choices import replayed
 from shardwright.model.random import EVALUATION, sample_keys
 from shardwright.parallel.loss import ChunkedLoss, bound, gather_vocabulary, log_probabilities, loss_sum, token_losses
 from shardwright.parallel.microbatch_runner import Loss, Microbatch, PairTargets
@@ -29,6 +31,7 @@ from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.norm import LocalNorms, clip_gradients, gradient_norm
 from shardwright.parallel.preference import METRICS, PairLoss
 from shardwright.parallel.tensor import TensorAxis
+from shardwright.split.sequence import positions_of_rank
 from shardwright.training.ahead import BEYOND, look_ahead
 from shardwright.training.loss_scale import LossScaler
 
@@ -98,7 +101,8 @@ class ForwardBackward:
             return LossParts(nothing, n_targets, nothing.clone() if self.model.spec.mtp_modules else None)
 
         self.model.set_batch(len(batch.tokens_ABT), self.loss_scale)
-        loss_part = self.model.runner.train(self._microbatches(batch, step), self._loss(batch, n_targets))
+        with self._replayed(batch):
+            loss_part = self.model.runner.train(self._microbatches(batch, step), self._loss(batch, n_targets))
         loss_part = loss_part / self.loss_scale
         self.model.complete_gradients()
         if self.pair_loss is not None:
@@ -246,6 +250,16 @@ class ForwardBackward:
             )
         return found
 
+    def _replayed(self, batch: Batch, microbatches: slice = slice(None)) -> AbstractContextManager[None]:
+        """Replay the batch's choices of experts, if it has any, in the passes of some micro-batches."""
+        if batch.experts_ABTLK is None:
+            return nullcontext()
+        layout, n_tokens = self.model.layout, batch.tokens_ABT.shape[-1]
+        spans = positions_of_rank(layout, n_tokens, dist.get_rank(), token_shard=layout.token_shards)
+        own_T = torch.cat([torch.arange(span.start, span.stop, span.step) for span in spans])
+        experts_ABTLK = self._on_device(batch.experts_ABTLK[microbatches, :, own_T].long())
+        return replayed(self.model.parts, self.model.spec, list(experts_ABTLK))
+
     def _pairs(
         self,
         lengths: Sequence[Sequence[int]],
@@ -376,7 +390,9 @@ class ForwardBackward:
             return logits_BTV.new_zeros(())
 
         for first in range(0, len(microbatches), EVALUATED_TOGETHER):
-            self.model.runner.evaluate(microbatches[first : first + EVALUATED_TOGETHER], collect)
+            together = slice(first, first + EVALUATED_TOGETHER)
+            with self._replayed(batch, together):
+                self.model.runner.evaluate(microbatches[together], collect)
         self.model.runner.release()
         n_tokens = batch.tokens_ABT.shape[-1]
         whole_NT = torch.zeros(batch.sample_ids_AB.numel(), n_tokens, dtype=torch.float64, device=self.device)
