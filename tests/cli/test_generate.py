@@ -350,12 +350,12 @@ def test_a_folder_without_a_model_or_a_tokenizer_is_told(folder: Path, tmp_path:
     assert "a run uses the tokenizer of its data: prepare" in told
 
 
-def compared(folder: Path, layout: str = "", code: int = 0) -> dict[str, Any]:
+def compared(folder: Path, layout: str = "", code: int = 0, *options: str) -> dict[str, Any]:
     lines = [{"text": "import json, sys"}, {"prompt": "def f(", "completion": "x): return"}, {"text": "class A:"}]
     path = folder / "compared.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    options = ["score", str(folder / "run"), str(path), "--check", "--json", "--layout", layout]
-    result = CliRunner().invoke(app, options)
+    arguments = ["score", str(folder / "run"), str(path), "--check", "--json", "--layout", layout, *options]
+    result = CliRunner().invoke(app, arguments)
     assert result.exit_code == code, result.output
     found: dict[str, Any] = json.loads(result.stdout)
     return found
@@ -368,6 +368,29 @@ def test_training_score_and_generation_agree_within_the_stated_bound(folder: Pat
     assert [each["path"] for each in found["paths"]] == ["score", "generate"]
     assert all(each["largest"] <= found["bound"] < 1e-4 for each in found["paths"])
     assert found["n_tokens"] > 20
+
+
+@pytest.mark.parametrize("layout", rest_prove(["", "dp_replicate=2", "tp=2", "pp=2"], ""), ids=str)
+def test_training_score_and_generation_have_equal_bits_in_the_batch_invariant_mode(folder: Path, layout: str):
+    found = compared(folder, layout, 0, "--batch-invariant", "--batch-size", "2")
+    assert found["bound"] == 0
+    assert all(each["n_equal"] == found["n_tokens"] > 20 for each in found["paths"])
+
+
+def test_generated_log_probabilities_are_scored_with_equal_bits_in_the_batch_invariant_mode(
+    folder: Path, tmp_path: Path
+):
+    prompts = [option for text in ("import os", "a", "class A:") for option in ("--prompt", text)]
+    options = ["--batch-invariant", "--json", "--batch-size", "2"]
+    made = json.loads(run("generate", folder / "run", *prompts, "--max-tokens", "6", "--logprobs", *options))
+    made = made["completions"]
+    (tmp_path / "made.jsonl").write_text("".join(json.dumps(each) + "\n" for each in made))
+    scores = json.loads(run("score", folder / "run", tmp_path / "made.jsonl", *options))["texts"]
+    for score, each in zip(scores, made, strict=True):
+        n = len(each["prompt_tokens"])
+        assert [token["log_prob"] for token in score["tokens"]][n:] == each["log_probs"]
+    told = run("score", folder / "run", tmp_path / "made.jsonl", *options, "--layout", "cp=2", code=2)
+    assert "batch invariance with layout.cp=2" in told
 
 
 @pytest.mark.parametrize(
@@ -410,3 +433,74 @@ def test_numbers_that_are_not_finite_do_not_agree(value: float):
 def test_a_largest_difference_that_drops_nan_would_be_seen():
     with mutated(Mutation("shardwright.generation.agreement:largest_of", "any(map(math.isnan, values))", "False")):
         assert largest_of([0.1, math.nan]) == 0.1
+
+
+@pytest.fixture(scope="module")
+def experts(folder: Path) -> Path:
+    """A folder with a run of a model with experts in `run`, and generated completions with their experts."""
+    moe = "max_seq_len = 32, moe = { n_experts = 4, top_k = 2, d_ffn = 16, first_dense = 1 } }"
+    text = RUN_FILE.format(folder=folder).replace("max_seq_len = 32 }", moe).replace("/run", "/experts/run")
+    (folder / "experts.toml").write_text(text.replace("steps = 3", "steps = 1"))
+    start(load(folder / "experts.toml"), quiet=True)
+    record(folder / "experts", "made")
+    return folder / "experts"
+
+
+def record(experts: Path, name: str, *options: str) -> None:
+    """Write completions, and their experts."""
+    prompts = [option for text in ("import os", "a", "class A:") for option in ("--prompt", text)]
+    file = experts / f"{name}.safetensors"
+    output = run("generate", experts / "run", *prompts, "--max-tokens", 6, "--logprobs", "--json", "--record-experts",
+                 file, "--batch-size", 2, *options)  # fmt: skip
+    completions = json.loads(output)["completions"]
+    (experts / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in completions))
+
+
+def scored_with(experts: Path, *options: Any) -> list[float]:
+    scores = json.loads(run("score", experts / "run", experts / "made.jsonl", "--json", *options))["texts"]
+    return [token["log_prob"] for text in scores for token in text["tokens"] if token["log_prob"] is not None]
+
+
+@pytest.mark.parametrize("layout", rest_prove(["", "tp=2", "pp=2", "dp_shard=2,ep=2", "cp=2"], ""))
+def test_recorded_experts_are_replayed_by_score(experts: Path, layout: str):
+    made = [json.loads(line) for line in (experts / "made.jsonl").read_text().splitlines()]
+    recorded = load_file(experts / "made.safetensors")
+    assert {name: tuple(each.shape) for name, each in recorded.items()} == {
+        str(number): (len(each["prompt_tokens"]) + len(each["tokens"]) - 1, 1, 2) for number, each in enumerate(made, 1)
+    }
+    right = [value for each in made for value in each["log_probs"]]
+    new = experts / f"again{layout}.safetensors"
+    options = ["--layout", layout, "--batch-size", 2]
+    found = scored_with(experts, "--replay-experts", experts / "made.safetensors", "--record-experts", new, *options)
+    assert found == pytest.approx(right, abs=1e-4)
+    assert all(torch.equal(each, recorded[name]) for name, each in load_file(new).items())
+    scored_with(experts, "--record-experts", new, *options)
+    assert all(
+        torch.equal(each.sort(-1).values, recorded[name].sort(-1).values) for name, each in load_file(new).items()
+    )
+    others = {name: (each + 1) % 4 for name, each in recorded.items()}
+    save_file(others, experts / "others.safetensors")
+    found = scored_with(experts, "--replay-experts", experts / "others.safetensors", "--record-experts", new, *options)
+    assert max(abs(a - b) for a, b in zip(found, right, strict=True)) > 1e-4
+    assert all(torch.equal(each, others[name]) for name, each in load_file(new).items())
+    if layout:
+        record(experts, f"made{layout}", "--layout", layout)
+        assert (experts / f"made{layout}.safetensors").read_bytes() == (experts / "made.safetensors").read_bytes()
+
+
+def test_experts_that_cannot_be_recorded_or_replayed_are_told(folder: Path, experts: Path):
+    made, file = experts / "made.jsonl", experts / "bad.safetensors"
+    replay = ("score", experts / "run", made, "--replay-experts", file)
+    assert "No such file" in run(*replay, code=2)
+    file.write_bytes(b"\0\0")
+    assert "not a whole safetensors file" in run(*replay, code=2)
+    recorded = load_file(experts / "made.safetensors")
+    save_file({"1": recorded["1"][1:], "2": recorded["2"] + 3}, file)
+    told = " ".join(run(*replay, code=2).split())
+    assert "record 1: choices of shape" in told
+    assert "record 2: a choice of expert" in told
+    assert "record 3: not in the file, which has 1, 2" in told
+    assert "the model has no experts" in run("score", folder / "run", made, "--record-experts", file, code=2)
+    prompt = ("generate", experts / "run", "--prompt", "a", "--record-experts")
+    assert "it is named *.safetensors" in run(*prompt, experts / "x.json", code=2)
+    assert "leave out the one or the other" in run(*prompt, file, "--draft", experts / "run", code=2)

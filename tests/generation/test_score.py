@@ -132,14 +132,14 @@ def test_the_trainers_forward_pass_score_and_generation_have_the_same_log_probab
 @pytest.mark.parametrize(
     ("function", "before", "after"),
     [
-        ("score:scored", "tokens[-n:]", "tokens[-n - 1 : -1]"),
-        ("sampling:log_probabilities", "part_WV.double().log_softmax(-1)", "part_WV.double()"),
+        ("generation.score:scored", "tokens[-n:]", "tokens[-n - 1 : -1]"),
+        ("parallel.loss:log_probabilities", "part_WV.double().log_softmax(-1)", "part_WV.double()"),
     ],
     ids=["the token before", "not normalised"],
 )
 def test_a_wrong_score_would_be_seen(function: str, before: str, after: str):
     spec = short(GROUPED)
-    with mutated(Mutation(f"shardwright.generation.{function}", before, after)):
+    with mutated(Mutation(f"shardwright.{function}", before, after)):
         found = score.scored(WholeEngine(whole_model(spec), 4, spec.max_seq_len), SEQUENCES)
     assert worst(found, expected(spec)) > 0.01
 
@@ -147,14 +147,14 @@ def test_a_wrong_score_would_be_seen(function: str, before: str, after: str):
 @pytest.mark.parametrize(
     ("function", "before", "after"),
     [
-        ("continuous:Batcher.next_tokens", "as_bits(log_probabilities(logits, tokens_N))",
+        ("generation.continuous:Batcher.next_tokens", "as_bits(log_probabilities(logits, tokens_N))",
          "as_bits(log_probabilities(logits, tokens_N.flip(0)))"),
-        ("sampling:log_probabilities", "part_WV.double().log_softmax(-1)",
+        ("parallel.loss:log_probabilities", "part_WV.double().log_softmax(-1)",
          "part_WV.double().div(0.8).log_softmax(-1)"),
     ],
     ids=["another sequence's token", "with a temperature"],
 )  # fmt: skip
 def test_a_wrong_log_probability_of_generation_would_be_seen(function: str, before: str, after: str):
-    with mutated(Mutation(f"shardwright.generation.{function}", before, after)):
+    with mutated(Mutation(f"shardwright.{function}", before, after)):
         made = generated(WholeEngine(whole_model(GROUPED), 3, GROUPED.max_seq_len), PROMPTS)
     assert error_of(made, GROUPED) > 0.01

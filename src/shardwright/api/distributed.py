@@ -3,7 +3,7 @@
 import atexit
 import os
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from shardwright.generation.continuous import Batcher
 from shardwright.generation.engine import LayoutEngine
 from shardwright.generation.sampling import Sampling, sampling_problems
 from shardwright.layout.layout import Layout
+from shardwright.model.expert_choices import choice_problems
 from shardwright.model.modules import row_of
 from shardwright.model.quantised import fill_box
 from shardwright.model.row import Row
@@ -26,7 +27,7 @@ from shardwright.parallel.apply import apply
 from shardwright.parallel.boxes import local_box
 from shardwright.parallel.objects import gathered
 from shardwright.parallel.stored import gather_values
-from shardwright.split.rules import TokenCall, token_call_problems
+from shardwright.split.rules import TokenCall, batch_invariance_problems, expert_call_problems, token_call_problems
 from shardwright.split.rules import problems as split_problems
 from shardwright.split.stages import schedule_problems
 from shardwright.system.errors import InputError, LayoutError, checked_call, checked_constructor
@@ -39,10 +40,12 @@ from shardwright.training.ranks import ProcessRank, join, pick_device, place_fro
 @dataclass(frozen=True)
 class Continuation:
     """The tokens after a prompt, and the log-probability of each in nats, by the model itself, before temperature,
-    top-k and top-p."""
+    top-k and top-p. `experts`: if they were recorded, the experts of each token of prompt and continuation except the
+    last, in each layer with experts, int64 (tokens, layers, top_k)."""
 
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...]
+    experts: Tensor | None = field(default=None, compare=False)
 
 
 class DistributedModel:
@@ -58,9 +61,9 @@ class DistributedModel:
     sequences; ranks of different data ranks receive different sequences.
     """
 
-    def __init__(self, work: ForwardBackward) -> None:
-        """`work`: contains the parallel model, on its device."""
-        self._work, self._model = work, work.model
+    def __init__(self, work: ForwardBackward, *, compiled: bool = False) -> None:
+        """`work`: contains the parallel model, on its device; `compiled`: whether its blocks are compiled."""
+        self._work, self._model, self._compiled = work, work.model, compiled
         self.spec, self.layout, self.device = self._model.spec, self._model.layout, work.device
         self._steps = 0
         self._replica: dist.ProcessGroup | None = None
@@ -98,7 +101,13 @@ class DistributedModel:
 
     @checked_call
     def forward_backward(
-        self, tokens: Tensor, targets: Tensor, *, weights: Tensor | None = None, micro_batch: int | None = None
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        *,
+        weights: Tensor | None = None,
+        micro_batch: int | None = None,
+        experts: Tensor | None = None,
     ) -> Tensor:
         """Compute the loss and the gradients of one global batch, with gradient accumulation over micro-batches.
 
@@ -106,14 +115,16 @@ class DistributedModel:
         every rank, and the global batch is B x `layout.data_ranks` sequences. Ranks of cp select their own tokens. A
         target of -100 is not counted. `weights`: floats of shape (B, T) that multiply the cross-entropy of each target,
         for instance its advantage; the sum is still divided by the number of targets. `micro_batch`: sequences that a
-        rank runs at a time; by default B, or 1 with pp.
+        rank runs at a time; by default B, or 1 with pp. `experts`: integers of shape (B, T, L, top_k) for L
+        layers with experts, the experts of each token instead of the router's choice (-1: the router's), as `generate`
+        records them.
         `.grad` of the parameters is replaced, not added to: `zero_grad` is not needed.
 
         Returns the loss of the global batch per target token, a scalar, equal on every rank. Raises InputError for
         invalid shapes, LayoutError if the layout cannot split T or its schedule cannot run B / micro_batch
         micro-batches.
         """
-        batch = self._batch(tokens, targets, self._default(micro_batch, tokens), weights)
+        batch = self._batch(tokens, targets, self._default(micro_batch, tokens), weights, experts)
         self._model.after_change()  # parameters that the optimizer has changed since
         self._model.forget_gradients()
         loss_part, *_ = self._work.forward_backward(batch, self._steps)
@@ -137,13 +148,15 @@ class DistributedModel:
         return self._work.evaluate([batch])[0]
 
     @checked_call
-    def log_probs(self, tokens: Tensor, targets: Tensor, *, micro_batch: int | None = None) -> Tensor:
+    def log_probs(
+        self, tokens: Tensor, targets: Tensor, *, micro_batch: int | None = None, experts: Tensor | None = None
+    ) -> Tensor:
         """Return the log-probability of each target given the tokens before it, by the forward pass of training without
         dropout: float64 of shape (B, T), in nats, 0 for a target of -100. Arguments and errors as in
         `forward_backward`, and LayoutError for loss_chunk_tokens above 0 and for experts that are drawn
         (moe.force_balance). Ranks of one data rank have equal results."""
         self._check_call("log_probs")
-        batch = self._batch(tokens, targets, self._default(micro_batch, tokens))
+        batch = self._batch(tokens, targets, self._default(micro_batch, tokens), experts=experts)
         self._model.after_change()
         return self._work.token_log_probs(batch)
 
@@ -159,6 +172,7 @@ class DistributedModel:
         seed: int = 0,
         ends: Collection[int] = (),
         batch_size: int = 64,
+        record_experts: bool = False,
     ) -> list[Continuation]:
         """Continue prompts with the current parameters, token by token with a cache, on the layout of training.
 
@@ -166,7 +180,7 @@ class DistributedModel:
         continuation has `max_tokens` tokens, fewer if one of `ends` is drawn, which it then contains, or the sequence
         reaches `max_seq_len`. `temperature` 0 or None: the most probable token; `top_k`, `top_p`: draw from the
         most probable ones. A draw depends on `seed`, the data rank, the number of the prompt and the position alone.
-        `batch_size`: sequences that this data rank runs at a time.
+        `batch_size`: sequences that this data rank runs at a time. `record_experts`: return the experts of each token.
 
         Raises InputError on every rank, with the problems of all data ranks: a prompt that is empty, too long or has
         ids beyond the vocabulary, and numbers that nothing can be drawn with. Raises LayoutError for a layout or model
@@ -174,6 +188,8 @@ class DistributedModel:
         zb-v, dualpipe, dualpipe-v), moe.capacity_factor above 0, moe.force_balance. Every rank calls this.
         """
         self._check_call("generate")
+        if record_experts:
+            self._check_experts()
         problems = self._prompt_problems(prompts) + sampling_problems(temperature, top_k, top_p)
         if max_tokens < 1 or batch_size < 1:
             problems.append(f"max_tokens={max_tokens} and batch_size={batch_size}: both have to be 1 or more")
@@ -182,16 +198,20 @@ class DistributedModel:
         longest = self._longest(problems, max(map(len, prompts), default=1) + max_tokens)
         self._model.after_change()
         n_slots = max(1, min(batch_size, len(prompts)))
-        engine = LayoutEngine(self._model, self.device, n_slots, longest, replica=self._replica)
+        engine = LayoutEngine(
+            self._model, self.device, n_slots, longest, replica=self._replica, record_experts=record_experts
+        )
         self._replica = engine.replica
         try:
             sampling = Sampling(temperature, top_k, top_p, seed)
             batcher = Batcher(engine, sampling, self.spec.max_seq_len, frozenset(ends), log_probs={})
+            batcher.experts = {} if record_experts else None
             numbered = {n * self.layout.data_ranks + self.data_rank: prompt for n, prompt in enumerate(prompts)}
             tokens, log_probs = batcher.complete(numbered, max_tokens), batcher.log_probs or {}
         finally:
             engine.close()
-        return [Continuation(tuple(tokens[n]), tuple(log_probs[n])) for n in numbered]
+        experts = {n: torch.cat(parts) for n, parts in (batcher.experts or {}).items()}
+        return [Continuation(tuple(tokens[n]), tuple(log_probs[n]), experts.get(n)) for n in numbered]
 
     @checked_call
     @torch.no_grad()
@@ -247,7 +267,28 @@ class DistributedModel:
     def _default(self, micro_batch: int | None, tokens: Tensor) -> int:
         return micro_batch or (1 if self.layout.pp > 1 else len(tokens))
 
-    def _batch(self, tokens: Tensor, targets: Tensor, micro_batch: int, weights: Tensor | None = None) -> Batch:
+    def _check_experts(self, experts: Tensor | None = None, shape: Sequence[int] = ()) -> None:
+        """Raise InputError or LayoutError for choices of experts that cannot be recorded or replayed."""
+        if problems := expert_call_problems(self.spec, self.layout, self._compiled):
+            raise LayoutError(*problems)
+        if experts is None:
+            return
+        if experts.shape[:-2] != shape:
+            raise InputError(
+                f"experts of shape {tuple(experts.shape)}: ({', '.join(map(str, shape))}, layers with experts, top_k) "
+                f"is needed"
+            )
+        if problems := choice_problems(self.spec, experts):
+            raise InputError(*(f"experts: {problem}" for problem in problems))
+
+    def _batch(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        micro_batch: int,
+        weights: Tensor | None = None,
+        experts: Tensor | None = None,
+    ) -> Batch:
         if tokens.dim() != 2 or tokens.shape != targets.shape:
             raise InputError(
                 f"tokens of shape {tuple(tokens.shape)} and targets of shape {tuple(targets.shape)}: both have to be "
@@ -260,12 +301,19 @@ class DistributedModel:
             )
         if weights is not None:
             self._check_call("weights")
+        if experts is not None:
+            self._check_experts(experts, tokens.shape)
         n_sequences, seq_len = tokens.shape
         if (n_sequences, seq_len, micro_batch) not in self._checked:
             self._check(n_sequences, seq_len, micro_batch)
         first = (self._steps * self.layout.data_ranks + self.data_rank) * n_sequences
         return Batch.from_sequences(
-            tokens, targets, torch.arange(first, first + n_sequences), micro_batch, weights_BT=weights
+            tokens,
+            targets,
+            torch.arange(first, first + n_sequences),
+            micro_batch,
+            weights_BT=weights,
+            experts_BTLK=experts,
         )
 
     def _check(self, n_sequences: int, seq_len: int, micro_batch: int) -> None:
@@ -293,6 +341,7 @@ def parallelize(
     param_dtype: torch.dtype = torch.float32,
     compute_dtype: torch.dtype | None = None,
     compile: bool = False,
+    batch_invariant: bool = False,
 ) -> DistributedModel:
     """Put a model on the ranks of a layout. Every rank calls this function with the same arguments.
 
@@ -301,6 +350,8 @@ def parallelize(
     `seq_len`: tokens of a sequence, for which pipeline stages are balanced; the model's `max_seq_len` by default.
     `device`: "cpu", "cuda" or "auto". `param_dtype`: type of parameters, gradients and optimizer states.
     `compute_dtype`: type of matmuls, `param_dtype` by default. `compile`: compile each block with torch.compile.
+    `batch_invariant`: `log_probs` and `generate` compute numbers that are equal in each bit, whatever the other
+    sequences of a call are; it is slower, and excludes `compile`, latent and linear attention, cp, and tp above 2.
 
     If no process group exists, this function joins one: of one process, or under torchrun and srun of the processes
     that they started; with gloo on CPU and NCCL on GPUs.
@@ -318,6 +369,12 @@ def parallelize(
             f"layout.offload_optimizer={layout.offload_optimizer!r}: the optimizer of a loop of your own keeps its "
             f"states itself; leave it out (`train` and `verify` have it)"
         )
+    if batch_invariant:
+        wrong += batch_invariance_problems(spec, layout)
+        if compile:
+            wrong.append(
+                "batch_invariant with compile: a compiled block has one kernel for several operations; leave one out"
+            )
     if wrong:
         raise LayoutError(*wrong)
     place = _place()
@@ -335,13 +392,14 @@ def parallelize(
         compute_dtype=compute_dtype or param_dtype,
         compile_blocks=compile,
         seq_len=seq_len,
+        batch_invariant=batch_invariant,
     )
     if given is not None:
         values = dict(given.named_parameters())
         for name, parameter in parallel.named_parameters.items():
             _fill(row_of(spec, name), parameter, values[name])
         parallel.after_change()
-    return DistributedModel(ForwardBackward(parallel, device=where, seed=seed, compile_loss=compile))
+    return DistributedModel(ForwardBackward(parallel, device=where, seed=seed, compile_loss=compile), compiled=compile)
 
 
 def _place() -> ProcessRank:

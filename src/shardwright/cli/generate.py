@@ -18,6 +18,7 @@ from shardwright.cli.common import (
     print_text,
     reading_verb,
     wrong_device,
+    wrong_place,
     wrong_sizes,
 )
 from shardwright.system.console import visible
@@ -30,6 +31,20 @@ if TYPE_CHECKING:
 
 LAYOUT_KEYS = ("tp", "pp", "cp", "cp_method", "ulysses_degree", "ep", "dp_replicate", "dp_shard")
 """The keys of the layout that apply without a backward pass."""
+
+BatchInvariant = Annotated[
+    bool,
+    typer.Option(
+        "--batch-invariant",
+        help="log-probabilities of training, score and generate are equal in each bit, whatever the batch; slower",
+    ),
+]
+
+EXPERT_FILES = {".safetensors": "it is named"}
+RecordExperts = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE.safetensors", help="write the experts of each token in each layer with experts"),
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +88,8 @@ class GenerateOptions:
         bool,
         typer.Option("--logprobs", help="with --json: the ids and the log-probability of each token, as `score` has"),
     ] = False
+    batch_invariant: BatchInvariant = False
+    record_experts: RecordExperts = None
     device: Device = "auto"
     json: AsJson = False
 
@@ -99,6 +116,11 @@ def generate(options: GenerateOptions) -> None:
         problems.append(
             "--logprobs with --draft: a draft's tokens are checked without them; leave out the one or the other"
         )
+    problems += wrong_place("--record-experts", options.record_experts, EXPERT_FILES)
+    if options.record_experts is not None and options.draft is not None:
+        problems.append(
+            "--record-experts with --draft: tokens of the draft may be rejected; leave out the one or the other"
+        )
     if options.logprobs and not options.json:
         problems.append("--logprobs prints a number for each token; add --json")
     try:
@@ -122,6 +144,8 @@ def generate(options: GenerateOptions) -> None:
             tuple(options.stop or ()),
             options.chat,
             options.logprobs,
+            options.batch_invariant,
+            options.record_experts,
         )
     )
     if answer is None:

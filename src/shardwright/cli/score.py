@@ -15,9 +15,10 @@ from shardwright.cli.common import (
     reading_verb,
     show,
     wrong_device,
+    wrong_place,
     wrong_sizes,
 )
-from shardwright.cli.generate import LAYOUT_KEYS
+from shardwright.cli.generate import EXPERT_FILES, LAYOUT_KEYS, BatchInvariant, RecordExperts
 from shardwright.system.errors import InputError
 
 
@@ -46,6 +47,12 @@ class ScoreOptions:
             help="compare the log-probabilities of the trainer's forward pass, score, and token-by-token generate",
         ),
     ] = False
+    batch_invariant: BatchInvariant = False
+    record_experts: RecordExperts = None
+    replay_experts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.safetensors", help="give each token the experts of a file of --record-experts"),
+    ] = None
     json: AsJson = False
 
 
@@ -58,7 +65,8 @@ def score(options: ScoreOptions) -> None:
     --json has the log-probability of each token. Texts are data to dp_shard and dp_replicate; ranks are started here as
     local processes on the CPU, or by torchrun or srun.
 
-    With --check, exit codes: 0 the log-probabilities agree within the stated bound, 1 they do not, 2 bad input.
+    With --check, exit codes: 0 the log-probabilities agree within the stated bound, which is 0 with --batch-invariant,
+    1 they do not, 2 bad input.
     """
     from shardwright.generation.agreement import agreement_view
     from shardwright.generation.texts import TextScoreRequest, compare_texts, score_texts, scores_view
@@ -68,11 +76,23 @@ def score(options: ScoreOptions) -> None:
         layout = layout_of(options.layout, LAYOUT_KEYS)
     except InputError as error:
         problems += error.problems
+    problems += wrong_place("--record-experts", options.record_experts, EXPERT_FILES)
+    if options.check and (options.record_experts or options.replay_experts):
+        problems.append("--check compares choices of the routers; leave out --record-experts and --replay-experts")
     records, unread = json_records(options.file, str(options.file))
     problems += unread
     if problems:
         raise InputError(*problems)
-    request = TextScoreRequest(options.model, records, layout, options.batch_size, options.device)
+    request = TextScoreRequest(
+        options.model,
+        records,
+        layout,
+        options.batch_size,
+        options.device,
+        options.batch_invariant,
+        options.record_experts,
+        options.replay_experts,
+    )
     try:
         compared = compare_texts(request) if options.check else None
         scores = None if options.check else score_texts(request)

@@ -47,6 +47,7 @@ class Batch:
     padding, int64; None if no sequence of the run has padding. references_AB: for pairs of answers, the log-probability
     under the reference of each document of each sequence that is an answer: all, or all but the last, which is padding.
     They come in pairs, the chosen answer first. weights_ABT: floats that multiply the loss of each target; None: 1.
+    experts_ABTLK: the experts of tokens in each layer with experts, -1 where the router picks; None: it picks all.
     """
 
     tokens_ABT: torch.Tensor
@@ -57,6 +58,7 @@ class Batch:
     n_real_AB: torch.Tensor | None = None
     references_AB: ReferencesAB | None = None
     weights_ABT: torch.Tensor | None = None
+    experts_ABTLK: torch.Tensor | None = None
 
     @property
     def n_pairs(self) -> int:
@@ -73,6 +75,7 @@ class Batch:
         n_real_B: torch.Tensor | None = None,
         references_B: Sequence[Sequence[float]] | None = None,
         weights_BT: torch.Tensor | None = None,
+        experts_BTLK: torch.Tensor | None = None,
     ) -> "Batch":
         """Return a batch of the sequences of one data rank, in micro-batches that divide their number."""
         shape_AB = (len(ids_B) // micro_batch, micro_batch)
@@ -85,6 +88,7 @@ class Batch:
             None if n_real_B is None else n_real_B.reshape(shape_AB),
             None if references_B is None else _in_microbatches(references_B, micro_batch),
             None if weights_BT is None else weights_BT.reshape(*shape_AB, -1),
+            None if experts_BTLK is None else experts_BTLK.unflatten(0, shape_AB),
         )
 
 

@@ -10,6 +10,7 @@ another order:
 
 The bound is for rounding errors that add up like a random walk: 4 u sqrt(8 L) m for L layers with about 8 roundings in
 sequence each, u the unit of rounding of the parameters' type and m the largest absolute log-probability, at least 1.
+In the batch-invariant mode (`model/batch_invariant.py`) the bound is 0: all numbers are equal in each bit.
 """
 
 import math
@@ -85,7 +86,7 @@ def compare_paths(request: ScoreRequest) -> PathAgreement | None:
 
 def _on_rank(request: ScoreRequest, device: torch.device) -> PathAgreement:
     source, layout = open_source(request.model), request.layout
-    model = source.on_rank(layout, device)
+    model = source.on_rank(layout, device, batch_invariant=request.batch_invariant)
     trainer = trainer_log_probs(model, device, request.sequences)
     rank = layout.data_rank(dist.get_rank())
     own = {i: sequence for i, sequence in request.sequences.items() if i % layout.data_ranks == rank}
@@ -102,7 +103,7 @@ def _on_rank(request: ScoreRequest, device: torch.device) -> PathAgreement:
     engine.close()
     largest = largest_of([abs(value) for values in trainer.values() for value in values])
     n_tokens = sum(map(len, trainer.values()))
-    bound = rounding_bound(source.spec, source.dtype, largest)
+    bound = 0.0 if request.batch_invariant else rounding_bound(source.spec, source.dtype, largest)
     return PathAgreement(tuple(paths), n_tokens, str(source.dtype).removeprefix("torch."), bound)
 
 

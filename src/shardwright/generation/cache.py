@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from shardwright.generation.batch import RaggedBatch, SequenceSegment
 from shardwright.model.attention import Attend, attend
+from shardwright.model.batch_invariant import is_batch_invariant
 from shardwright.model.documents import Documents
 from shardwright.model.latent_attention import LatentAttention
 from shardwright.model.linear_attention import GatedDeltaNet, LinearState
@@ -99,6 +100,9 @@ class LayerCache:
         """Return attention of the new tokens to all tokens of their own sequences, which are written; (N, H, C).
         `scale` replaces 1 / sqrt(C)."""
         batch, (keys, values) = self.cache.batch, (self.tensors[0], self.tensors[-1])
+        if is_batch_invariant():
+            assert scale is None
+            return self._attend_in_blocks(q_NHC)
         if batch.is_decode:
             k_BKSC, v_BKSC = (x[batch.rows, :, : batch.longest] for x in (keys, values))
             return _attention(q_NHC.unsqueeze(2), k_BKSC, v_BKSC, self.cache.mask, scale).squeeze(2)
@@ -109,6 +113,23 @@ class LayerCache:
             o_1HTC = _attention(q_1HTC, k_1KSC, v_1KSC, _causal_mask(segment, q_THC.device), scale)
             parts.append(o_1HTC[0].transpose(0, 1))
         return torch.cat(parts)
+
+    def _attend_in_blocks(self, q_NHC: Tensor) -> Tensor:
+        parts = []
+        for segment, q_THC in zip(self.cache.batch.segments, q_NHC.split(_lengths(self.cache.batch)), strict=True):
+            k_1SKC, v_1SKC = (x[segment.slot, :, : segment.stop].transpose(0, 1).unsqueeze(0) for x in self.tensors)
+            piece = AttentionPiece(slice(0, segment.length), slice(0, segment.stop), causal=True, shift=segment.start)
+            parts.append(_attend_pieces(q_THC, k_1SKC, v_1SKC, AttentionRule(), (piece,)))
+        return torch.cat(parts)
+
+
+def _attend_pieces(
+    q_THC: Tensor, k_1SKC: Tensor, v_1SKC: Tensor, rule: AttentionRule, pieces: tuple[AttentionPiece, ...]
+) -> Tensor:
+    """Return attention (T, H, C) of the new tokens of one sequence."""
+    tensors = q_THC.unsqueeze(0), k_1SKC, v_1SKC, rule.sinks_H
+    o_1THC: Tensor = PieceAttention.apply(*tensors, (pieces,), rule.softcap, OwnKeys())
+    return o_1THC[0]
 
 
 class RuledLayerCache(LayerCache):
@@ -135,9 +156,7 @@ class RuledLayerCache(LayerCache):
                 k_1MKC, v_1MKC = (torch.cat(pair).unsqueeze(0) for pair in zip(old, new, strict=True))
             else:
                 k_1MKC, v_1MKC = (x.unsqueeze(0) for x in new)
-            tensors = q_THC.unsqueeze(0), k_1MKC, v_1MKC, rule.sinks_H
-            pieces = self._pieces(segment.length, n_old)
-            outputs.append(PieceAttention.apply(*tensors, (pieces,), rule.softcap, OwnKeys())[0])
+            outputs.append(_attend_pieces(q_THC, k_1MKC, v_1MKC, rule, self._pieces(segment.length, n_old, first)))
         self.write(k_NKC, v_NKC)
         return torch.cat(outputs)
 
@@ -147,11 +166,12 @@ class RuledLayerCache(LayerCache):
             return start % self.window
         return min(start, self.window - 1) if self.window else start
 
-    def _pieces(self, n_new: int, n_old: int) -> tuple[AttentionPiece, ...]:
-        """Return the attention of new tokens to `n_old` earlier ones and to themselves; columns are both in order."""
+    def _pieces(self, n_new: int, n_old: int, first: int) -> tuple[AttentionPiece, ...]:
+        """Return the attention of new tokens to `n_old` earlier ones, from position `first`, and to themselves; columns
+        are both in order."""
         if not self.chunked:
             rows, columns = slice(0, n_new), slice(0, n_old + n_new)
-            return (AttentionPiece(rows, columns, causal=True, shift=n_old, window=self.window),)
+            return (AttentionPiece(rows, columns, causal=True, shift=n_old, window=self.window, first=first),)
         pieces = []
         for start in range(0, n_old + n_new, self.window):  # the first column of each chunk
             stop, shift = min(start + self.window, n_old + n_new), max(n_old - start, 0)

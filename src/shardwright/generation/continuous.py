@@ -12,7 +12,8 @@ from torch import Tensor
 
 from shardwright.generation.batch import RaggedBatch, SequenceSegment
 from shardwright.generation.engine import GenerationEngine
-from shardwright.generation.sampling import Sampling, as_bits, from_bits, log_probabilities
+from shardwright.generation.sampling import Sampling, as_bits, from_bits
+from shardwright.parallel.loss import log_probabilities
 
 
 @dataclass
@@ -54,6 +55,11 @@ class Batcher:
     log_probs: dict[int, list[float]] | None = None
     """If given: receives, for each prompt, the log-probability of each new token by the model itself, before
     temperature, top-k and top-p; not with `decode`."""
+
+    replay: Mapping[int, Tensor] | None = None
+    """The experts of the tokens of each prompt's sequence, (tokens, L, K), instead of the routers' choices."""
+    experts: dict[int, list[Tensor]] | None = None
+    """If given: receives, for each prompt, the experts (tokens, L, K) of each pass; for an engine that records them."""
 
     def complete(self, prompts: Mapping[int, Sequence[int]], max_tokens: int) -> dict[int, list[int]]:
         """Return up to `max_tokens` tokens after each of this rank's prompts, by the index of the prompt."""
@@ -124,7 +130,17 @@ class Batcher:
             tokens = [token for s, (start, length), _ in part for token in s.tokens[start : start + length]]
             batches.append(RaggedBatch(segments, tokens, [n for _, _, n in part]))
             groups.append([sequence for sequence, _, _ in part])
-        return groups, self.engine.run(batches)
+            if self.replay is not None and part:
+                rows = [self.replay[s.prompt][start : start + length] for s, (start, length), _ in part]
+                batches[-1].replayed_NLK = torch.cat(rows)
+        logits = self.engine.run(batches)
+        for batch, group in zip(batches, groups, strict=True) if self.experts is not None else ():
+            assert self.experts is not None
+            assert batch.chosen_NLK is not None
+            lengths = [segment.length for segment in batch.segments]
+            for sequence, chosen_TLK in zip(group, batch.chosen_NLK.split(lengths), strict=True) if group else ():
+                self.experts.setdefault(sequence.prompt, []).append(chosen_TLK)
+        return groups, logits
 
     def _extend(self, sequence: RunningSequence, new: Sequence[int]) -> None:
         """Add tokens up to the end of the sequence."""

@@ -8,13 +8,12 @@ Shapes: N tokens of a pass (padded), t tokens of a shard, W tokens whose logits 
 rows of the vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -27,19 +26,20 @@ from shardwright.generation.cache import (
     PrefillAttention,
     attend_modules,
 )
+from shardwright.model.batch_invariant import batch_invariant
+from shardwright.model.expert_choices import choice_shape, padded_choices, recorded, replayed
 from shardwright.model.latent_attention import LatentAttention
 from shardwright.model.linear_attention import GatedDeltaNet
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.collectives import start_gather_tokens
+from shardwright.parallel.loss import gather_vocabulary
 from shardwright.parallel.microbatch_runner import Microbatch
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.tensor import VocabularyHead
 from shardwright.split.rules import sequence_cuts
 from shardwright.split.sequence import spans
-from shardwright.split.tensor import vocabulary_rows
 from shardwright.system.errors import InputError
-from shardwright.system.torch_private import all_gather_single
 from shardwright.training.device import configure_malloc
 
 
@@ -51,6 +51,8 @@ class GenerationEngine(Protocol):
     """The maximum passes of one `run`: more than one keeps the stages of a pipeline busy."""
     one_prompt: bool
     """Whether a pass can start only one sequence."""
+    record_experts: bool
+    """Whether `run` gives each batch the experts of its tokens."""
     in_step: bool
     """Whether `run` needs exactly `n_batches` passes, including empty ones, because other ranks wait for this one."""
 
@@ -69,9 +71,19 @@ class WholeEngine:
 
     n_batches, one_prompt, in_step = 1, False, False
 
-    def __init__(self, model: Transformer, n_slots: int, n_positions: int, n_ahead: int = 0) -> None:
-        """Sizes of the cache: see `cache.Cache`."""
-        self.model = model.eval()
+    def __init__(
+        self,
+        model: Transformer,
+        n_slots: int,
+        n_positions: int,
+        n_ahead: int = 0,
+        *,
+        batch_invariant: bool = False,
+        record_experts: bool = False,
+    ) -> None:
+        """Sizes of the cache: see `cache.Cache`; `batch_invariant`: see `model/batch_invariant.py`;
+        `record_experts`: batches receive the experts of their tokens."""
+        self.model, self.batch_invariant, self.record_experts = model.eval(), batch_invariant, record_experts
         self.cache = Cache(n_slots, n_positions, n_ahead)
         if model.embedding.weight.device.type == "cpu":
             configure_malloc()
@@ -82,13 +94,23 @@ class WholeEngine:
 
     @torch.inference_mode()
     def run(self, batches: Sequence[RaggedBatch]) -> list[Tensor]:
-        return [self._logits(batch) for batch in batches]
+        with batch_invariant(self.batch_invariant):
+            return [self._run(batch) for batch in batches]
 
     def agree(self, choose: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
         return choose().cpu()
 
     def anywhere(self, left: bool) -> bool:
         return left
+
+    def _run(self, batch: RaggedBatch) -> Tensor:
+        spec, given = self.model.spec, batch.replayed_NLK
+        experts = None if given is None else [given[None].long().to(self.model.embedding.weight.device)]
+        with replayed([self.model], spec, experts), recorded([self.model], spec, self.record_experts) as made:
+            logits_WV = self._logits(batch)
+        if self.record_experts:
+            batch.chosen_NLK = torch.stack([made[place][0][0] for place in sorted(made)], 1).cpu()
+        return logits_WV
 
     def _logits(self, batch: RaggedBatch) -> Tensor:
         device = self.model.embedding.weight.device
@@ -151,11 +173,14 @@ class LayoutEngine:
         n_positions: int,
         n_ahead: int = 0,
         replica: dist.ProcessGroup | None = None,
+        record_experts: bool = False,
     ) -> None:
         """Sizes of the cache: see `cache.Cache`. `replica`: of an earlier engine of this model, so that no further
-        process group is made. After an error the model is as before."""
+        process group is made. `record_experts`: batches receive the experts of their tokens. After an error the model
+        is as before."""
         check_sequence_len(model.spec, n_positions)
         self.model, self.device, self.layout = model, device, model.layout
+        self.record_experts = record_experts
         self.cache = Cache(n_slots, n_positions, n_ahead)
         if device.type == "cpu":
             configure_malloc()
@@ -203,8 +228,15 @@ class LayoutEngine:
         for batch in batches:
             batch.held = self._held(n_padded) if sharded else None
         self._upcoming, self._logits = iter(batches), []
-        self.model.runner.evaluate([self._microbatch(batch, n_padded) for batch in batches], self._collect)
-        return [self._whole_vocabulary(logits_Wv) for logits_Wv in self._logits]
+        replays = any(batch.replayed_NLK is not None for batch in batches)
+        experts = [self._own_choices(batch, n_padded) for batch in batches] if replays else None
+        parts, spec = self.model.parts, self.model.spec
+        with replayed(parts, spec, experts), recorded(parts, spec, self.record_experts) as made:
+            self.model.runner.evaluate([self._microbatch(batch, n_padded) for batch in batches], self._collect)
+        for number, batch in enumerate(batches) if self.record_experts else ():
+            self._keep_choices(batch, {place: choices[number] for place, choices in made.items()})
+        size, tp = self.model.spec.vocab_size, self.model.groups.tp
+        return [gather_vocabulary(logits_Wv, size, tp) for logits_Wv in self._logits]
 
     def agree(self, choose: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
         if self.replica.size() == 1:
@@ -233,6 +265,31 @@ class LayoutEngine:
         tokens_1N = tokens_N[None].to(self.device)
         return Microbatch(tokens_1N, tokens_1N, positions_N.to(self.device), None)
 
+    def _own_choices(self, batch: RaggedBatch, n_padded: int) -> Tensor:
+        """Return the choices of experts to replay of this rank's tokens of a pass, (1, t, L, K)."""
+        experts_NLK = batch.replayed_NLK
+        if experts_NLK is None:  # a pass without tokens
+            experts_NLK = torch.zeros(0, *choice_shape(self.model.spec), dtype=torch.int64)
+        experts_NLK = padded_choices(experts_NLK, n_padded)
+        if batch.held is not None:
+            experts_NLK = torch.cat([experts_NLK[span.start : span.stop] for span in batch.held])
+        if self.layout.token_shards:
+            experts_NLK = experts_NLK.chunk(self.layout.tp)[self.layout.coordinates(dist.get_rank())["tp"]]
+        return experts_NLK[None].to(self.device)
+
+    def _keep_choices(self, batch: RaggedBatch, made: Mapping[int, Tensor]) -> None:
+        """Give a batch the choices of experts of its tokens in all layers, on every rank of the replica."""
+        shape = batch.n_tokens, *choice_shape(self.model.spec)
+        chosen_NLK = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        for place in sorted(made):
+            experts_1tK = self._gather_shards(made[place])
+            if batch.held is not None:
+                experts_1tK = self._gather_context(experts_1tK)
+            chosen_NLK[:, place] = experts_1tK[0, : batch.n_tokens]
+        if self.model.groups.pp is not None:
+            dist.all_reduce(chosen_NLK, group=self.model.groups.pp)
+        batch.chosen_NLK = chosen_NLK.cpu()
+
     def _begin(self, module: nn.Module, inputs: Any) -> None:
         """Start the next pass: a runner takes the micro-batches of a pass in their order."""
         self.cache.begin(next(self._upcoming), self.device)
@@ -248,17 +305,6 @@ class LayoutEngine:
     def _collect(self, logits_1Wv: Tensor, _: Tensor) -> Tensor:
         self._logits.append(logits_1Wv[0])
         return logits_1Wv.new_zeros(())
-
-    def _whole_vocabulary(self, logits_Wv: Tensor) -> Tensor:
-        """All-gather the logits over tp; (W, v) -> (W, V)."""
-        group, size = self.model.groups.tp, self.model.spec.vocab_size
-        if group is None:
-            return logits_Wv
-        rows = len(vocabulary_rows(size, self.layout.tp, 0))
-        own_Wv = F.pad(logits_Wv, (0, rows - logits_Wv.shape[1])).contiguous()
-        gathered_nWv = own_Wv.new_empty(group.size(), *own_Wv.shape)
-        all_gather_single(gathered_nWv.flatten(0, 1), own_Wv, group=group)
-        return gathered_nWv.transpose(0, 1).flatten(1)[:, :size]
 
     def _gather_shards(self, x_1tD: Tensor) -> Tensor:
         """Return the tokens of all ranks of tp, with sequence parallelism."""

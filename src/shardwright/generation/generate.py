@@ -11,6 +11,7 @@ import torch.distributed as dist
 from shardwright.data.chat import BadConversation, ChatFormat
 from shardwright.generation.continuous import Batcher
 from shardwright.generation.engine import GenerationEngine, LayoutEngine, WholeEngine
+from shardwright.generation.expert_file import as_text, write_choices
 from shardwright.generation.ranks import run_on_layout
 from shardwright.generation.sampling import Sampling
 from shardwright.generation.source import Source, Text, open_source
@@ -18,8 +19,8 @@ from shardwright.generation.speculative import Speculative
 from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.objects import gathered
+from shardwright.split.rules import batch_invariance_problems, expert_call_problems, sequence_cuts
 from shardwright.split.rules import problems as split_problems
-from shardwright.split.rules import sequence_cuts
 from shardwright.system.errors import InputError
 from shardwright.system.units import counted
 from shardwright.training.ranks import ProcessRank, pick_device, place_from_environment
@@ -48,6 +49,10 @@ class GenerationRequest:
     """Whether each prompt is a user's message, which the chat template renders; the continuation is the answer."""
     log_probs: bool = False
     """Whether completions have the log-probability of each token; not with `draft`."""
+    batch_invariant: bool = False
+    """Whether log-probabilities are equal in each bit to the numbers of `score` and training."""
+    record_experts: Path | None = None
+    """The file to write the experts of the tokens to (`expert_file.py`); not with `draft`."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,8 @@ class _RankGeneration:
     log_probs: Mapping[int, Sequence[float]]
     seconds: float
     cache_bytes: int
+    experts: Mapping[int, str]
+    """As `expert_file.as_text` writes them; empty unless they are recorded."""
     proposed: int = 0
     accepted: int = 0
 
@@ -114,6 +121,10 @@ def generate(request: GenerationRequest) -> GenerationResult | None:
     request = replace(request, layout=without_training(request.layout, source.spec))
     layout = request.layout
     problems = layout_problems(source.spec, layout, place)
+    if request.batch_invariant:
+        problems += batch_invariance_problems(source.spec, layout)
+    if request.record_experts is not None:
+        problems += expert_call_problems(source.spec, layout)
     text = source.text()
     chat = source.chat() if request.chat else None
     ids = {index: _ids(prompt, text, chat) for index, prompt in enumerate(request.prompts)}
@@ -129,6 +140,8 @@ def generate(request: GenerationRequest) -> GenerationResult | None:
         done = _alone(task, pick_device(request.device, ProcessRank()))
     if place is not None and place.rank != 0:
         return None
+    if request.record_experts is not None:
+        write_choices(request.record_experts, {n + 1: each for n, each in done.experts.items()}, source.spec)
     return _answer(request, text, done, ids, source.spec)
 
 
@@ -215,10 +228,12 @@ def _on_rank(task: _GenerationTask, device: torch.device) -> _RankGeneration:
     """Continue the prompts of one rank of the layout; return the continuations of all ranks."""
     request, layout = task.request, task.request.layout
     source = open_source(request.model)
-    model = source.on_rank(layout, device)
+    model = source.on_rank(layout, device, batch_invariant=task.request.batch_invariant)
     data_rank = layout.data_rank(dist.get_rank())
     prompts = {index: ids for index, ids in task.prompts.items() if index % layout.data_ranks == data_rank}
-    done = _complete(task, LayoutEngine(model, device, *_cache_sizes(task, source, prompts)), source, prompts, device)
+    sizes = _cache_sizes(task, source, prompts)
+    engine = LayoutEngine(model, device, *sizes, record_experts=request.record_experts is not None)
+    done = _complete(task, engine, source, prompts, device)
     parts: list[_RankGeneration] = gathered(done, _RankGeneration)
     tokens = {index: ids for part in parts for index, ids in part.tokens.items()}
     log_probs = {index: values for part in parts for index, values in part.log_probs.items()}
@@ -227,6 +242,7 @@ def _on_rank(task: _GenerationTask, device: torch.device) -> _RankGeneration:
         parts[0],
         tokens=tokens,
         log_probs=log_probs,
+        experts={index: text for part in parts for index, text in part.experts.items()},
         seconds=max(part.seconds for part in parts),
         proposed=sum(part.proposed for part in replicas),
         accepted=sum(part.accepted for part in replicas),
@@ -235,7 +251,14 @@ def _on_rank(task: _GenerationTask, device: torch.device) -> _RankGeneration:
 
 def _alone(task: _GenerationTask, device: torch.device) -> _RankGeneration:
     source = open_source(task.request.model)
-    engine = WholeEngine(source.whole(device), *_cache_sizes(task, source, task.prompts))
+    sizes = _cache_sizes(task, source, task.prompts)
+    request = task.request
+    engine = WholeEngine(
+        source.whole(device),
+        *sizes,
+        batch_invariant=request.batch_invariant,
+        record_experts=request.record_experts is not None,
+    )
     return _complete(task, engine, source, task.prompts, device)
 
 
@@ -257,6 +280,7 @@ def _complete(
     batcher = Batcher(
         engine, request.sampling, source.spec.max_seq_len, task.ends, log_probs={} if request.log_probs else None
     )
+    batcher.experts = {} if engine.record_experts else None
     if request.stop:
         text = source.text()
         batcher.stops = lambda new: _cut(text.decode(new), request.stop)[1]
@@ -269,7 +293,9 @@ def _complete(
     tokens = batcher.complete(prompts, request.max_tokens)
     seconds = time.perf_counter() - began
     proposed, accepted = (speculative.proposed, speculative.accepted) if speculative else (0, 0)
-    return _RankGeneration(tokens, batcher.log_probs or {}, seconds, engine.cache.n_bytes, proposed, accepted)
+    experts = {index: as_text(torch.cat(parts)) for index, parts in (batcher.experts or {}).items()}
+    numbers = seconds, engine.cache.n_bytes, experts, proposed, accepted
+    return _RankGeneration(tokens, batcher.log_probs or {}, *numbers)
 
 
 def _answer(

@@ -95,23 +95,6 @@ def draw(p_NV: Tensor, u_N: Tensor) -> Tensor:
     return torch.searchsorted(upto_NV, below_N[:, None], right=True)[:, 0]
 
 
-TOGETHER = 1024
-"""Rows of logits whose log-probabilities are computed in float64 at a time."""
-
-
-def log_probabilities(logits: Sequence[Tensor], tokens_N: Tensor) -> Tensor:
-    """Return the log-probability of each token in nats, (N,) float64, from logits (W, V) that together have N rows: the
-    model's own distribution, without temperature."""
-    rows = [part_WV for logits_WV in logits for part_WV in logits_WV.split(TOGETHER)]
-    tokens = tokens_N.to(rows[0].device).split([len(part_WV) for part_WV in rows])
-    return torch.cat(
-        [
-            part_WV.double().log_softmax(-1).gather(1, tokens_W[:, None])[:, 0]
-            for part_WV, tokens_W in zip(rows, tokens, strict=True)
-        ]
-    )
-
-
 def as_bits(values_N: Tensor) -> Tensor:
     """Return float64 values as integers, which `GenerationEngine.agree` sends; `from_bits` is the inverse."""
     return values_N.contiguous().view(torch.int64)

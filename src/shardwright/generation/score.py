@@ -16,10 +16,12 @@ from torch import Tensor
 
 from shardwright.generation.continuous import Batcher, RunningSequence
 from shardwright.generation.engine import GenerationEngine, LayoutEngine, WholeEngine
+from shardwright.generation.expert_file import as_text
 from shardwright.generation.ranks import run_on_layout
-from shardwright.generation.sampling import Sampling, as_bits, from_bits, log_probabilities
+from shardwright.generation.sampling import Sampling, as_bits, from_bits
 from shardwright.generation.source import open_source
 from shardwright.layout.layout import Layout
+from shardwright.parallel.loss import log_probabilities
 from shardwright.parallel.objects import gathered
 from shardwright.training.ranks import ProcessRank, pick_device, place_from_environment
 
@@ -31,6 +33,8 @@ class SequenceScore:
 
     log_probs: tuple[float, ...]
     greedy: bool
+    experts: str | None = None
+    """The recorded experts of all tokens except the last, as `expert_file.as_text` writes them."""
 
     @property
     def log_likelihood(self) -> float:
@@ -53,6 +57,11 @@ class ScoreRequest:
     layout: Layout = field(default_factory=Layout)
     batch_size: int = 16
     device: str = "auto"
+    batch_invariant: bool = False
+    """Whether a score is equal in each bit whatever the other sequences are (`model/batch_invariant.py`)."""
+    record_experts: bool = False
+    replay: Mapping[int, Tensor] | None = None
+    """The experts of the tokens of each sequence, (tokens - 1, L, K)."""
 
 
 def score(request: ScoreRequest) -> list[SequenceScore]:
@@ -63,14 +72,25 @@ def score(request: ScoreRequest) -> list[SequenceScore]:
         scores = run_on_layout(request.layout, request.device, _on_rank, request)
     else:
         device = pick_device(request.device, ProcessRank())
-        engine = WholeEngine(open_source(request.model).whole(device), *cache_sizes(request, request.sequences))
-        scores = scored(engine, request.sequences)
+        engine = WholeEngine(
+            open_source(request.model).whole(device),
+            *cache_sizes(request, request.sequences),
+            batch_invariant=request.batch_invariant,
+            record_experts=request.record_experts,
+        )
+        scores = scored(engine, request.sequences, request.replay)
     return [scores[index] for index in sorted(scores)]
 
 
-def scored(engine: GenerationEngine, sequences: Sequences) -> dict[int, SequenceScore]:
-    """Score the sequences of this rank, the longest first."""
-    batcher = Batcher(engine, Sampling(), engine.cache.n_positions)
+def scored(
+    engine: GenerationEngine,
+    sequences: Sequences,
+    replay: Mapping[int, Tensor] | None = None,
+) -> dict[int, SequenceScore]:
+    """Score the sequences of this rank, the longest first. `replay`: as in `Batcher`."""
+    experts: dict[int, list[Tensor]] = {}
+    recorded = experts if engine.record_experts else None
+    batcher = Batcher(engine, Sampling(), engine.cache.n_positions, replay=replay, experts=recorded)
     most = min(engine.cache.n_slots, engine.n_batches) if engine.one_prompt else engine.cache.n_slots
     waiting = deque(sorted(sequences.items(), key=lambda item: -len(item[1][0])))
     scores: dict[int, SequenceScore] = {}
@@ -87,7 +107,8 @@ def scored(engine: GenerationEngine, sequences: Sequences) -> dict[int, Sequence
         targets = torch.tensor([token for _, (tokens, n) in taken for token in tokens[-n:]])
         rows = engine.agree(partial(_rows, logits, targets), (len(targets), 2))
         for (index, _), part in zip(taken, rows.split(n_scored), strict=True):
-            scores[index] = SequenceScore(tuple(from_bits(part[:, 0])), bool(part[:, 1].all()))
+            chosen = as_text(torch.cat(experts[index])) if engine.record_experts else None
+            scores[index] = SequenceScore(tuple(from_bits(part[:, 0])), bool(part[:, 1].all()), chosen)
     return scores
 
 
@@ -132,8 +153,10 @@ def _on_rank(request: ScoreRequest, device: torch.device) -> dict[int, SequenceS
     layout = request.layout
     rank = layout.data_rank(dist.get_rank())
     sequences = {i: sequence for i, sequence in request.sequences.items() if i % layout.data_ranks == rank}
-    model = open_source(request.model).on_rank(layout, device)
-    local_scores = scored(LayoutEngine(model, device, *cache_sizes(request, sequences)), sequences)
+    model = open_source(request.model).on_rank(layout, device, batch_invariant=request.batch_invariant)
+    sizes = cache_sizes(request, sequences)
+    engine = LayoutEngine(model, device, *sizes, record_experts=request.record_experts)
+    local_scores = scored(engine, sequences, request.replay)
     return {index: value for part in gathered(local_scores, dict[int, SequenceScore]) for index, value in part.items()}
 
 

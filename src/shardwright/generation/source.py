@@ -86,11 +86,14 @@ class Source:
         self.fill(model.named_parameters())
         return model
 
-    def on_rank(self, layout: Layout, device: torch.device, seq_len: int | None = None) -> ParallelModel:
+    def on_rank(
+        self, layout: Layout, device: torch.device, seq_len: int | None = None, *, batch_invariant: bool = False
+    ) -> ParallelModel:
         """Return this rank's part of a layout, with its weights; every rank of the world calls it."""
         model = apply(
-            self.spec, layout, device, seed=0, param_dtype=self.dtype, compute_dtype=self.dtype, seq_len=seq_len
-        )
+            self.spec, layout, device, seed=0, param_dtype=self.dtype, compute_dtype=self.dtype, seq_len=seq_len,
+            batch_invariant=batch_invariant,
+        )  # fmt: skip
         self.fill(model.named_parameters.items())
         model.after_change()
         return model

@@ -10,11 +10,13 @@ from typing import Any
 from shardwright.data.chat import BadConversation, ChatFormat
 from shardwright.data.encoding import answer_sections, encode_sections
 from shardwright.generation.agreement import PathAgreement, compare_paths
+from shardwright.generation.expert_file import read_choices, write_choices
 from shardwright.generation.generate import layout_problems, without_training
 from shardwright.generation.score import ScoreRequest, score
 from shardwright.generation.source import Text, open_source
 from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
+from shardwright.split.rules import batch_invariance_problems, expert_call_problems
 from shardwright.system.errors import InputError
 from shardwright.system.files import is_text
 from shardwright.system.units import counted
@@ -37,6 +39,11 @@ class TextScoreRequest:
     layout: Layout = field(default_factory=Layout)
     batch_size: int = 16
     device: str = "auto"
+    batch_invariant: bool = False
+    record_experts: Path | None = None
+    """The file to write the experts of the tokens to (`expert_file.py`)."""
+    replay_experts: Path | None = None
+    """The file of the experts that the tokens get, whatever the routers choose."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,13 @@ def score_texts(request: TextScoreRequest) -> list[TextScore] | None:
     scores = score(to_score)
     if place is not None and place.rank != 0:
         return None
+    if request.record_experts is not None:
+        choices = {
+            line: result.experts
+            for line, result in zip(sorted(to_score.sequences), scores, strict=True)
+            if result.experts is not None
+        }
+        write_choices(request.record_experts, choices, open_source(request.model).spec)
     return [
         _text_score(line, tokens, is_scored[line], len(tokens) - n, result.log_probs, result.greedy, text)
         for (line, (tokens, n)), result in zip(sorted(to_score.sequences.items()), scores, strict=True)
@@ -92,6 +106,10 @@ def _score_request(request: TextScoreRequest) -> tuple[ScoreRequest, dict[int, l
     source = open_source(request.model)
     layout = without_training(request.layout, source.spec)
     problems = layout_problems(source.spec, layout, place_from_environment())
+    if request.batch_invariant:
+        problems += batch_invariance_problems(source.spec, layout)
+    if request.record_experts is not None or request.replay_experts is not None:
+        problems += expert_call_problems(source.spec, layout)
     text, chat = source.text(), cache(source.chat)  # read when the first record needs it
     ids: dict[int, list[int]] = {}
     is_scored: dict[int, list[bool]] = {}
@@ -105,7 +123,12 @@ def _score_request(request: TextScoreRequest) -> tuple[ScoreRequest, dict[int, l
         raise InputError(*problems)
     firsts = {line: scored.index(True, 1) for line, scored in is_scored.items()}
     sequences = {line: (tokens, len(tokens) - firsts[line]) for line, tokens in ids.items()}
-    return ScoreRequest(request.model, sequences, layout, request.batch_size, request.device), is_scored
+    replay = None
+    if request.replay_experts is not None:
+        n_tokens = {line: len(tokens) for line, tokens in ids.items()}
+        replay = read_choices(request.replay_experts, n_tokens, source.spec)
+    options = request.batch_size, request.device, request.batch_invariant, request.record_experts is not None, replay
+    return ScoreRequest(request.model, sequences, layout, *options), is_scored
 
 
 def _tokens_of(record: Any, text: Text, chat: Callable[[], ChatFormat]) -> tuple[list[int], list[bool]]:

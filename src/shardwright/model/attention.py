@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwright.model.batch_invariant import is_batch_invariant
 from shardwright.model.documents import Documents
 from shardwright.model.matmul import Linear
 from shardwright.model.norm import head_norm
@@ -116,6 +117,8 @@ def attend(
 ) -> Tensor:
     """Return the attention of every token to itself and to earlier tokens, of its document if given, by `rule`;
     (B, T, H, C)."""
+    if rule is None and is_batch_invariant():
+        rule = AttentionRule()
     if rule is not None:
         return piece_attention(q_BTHC, k_BTKC, v_BTKC, documents, rule)
     if documents is None:

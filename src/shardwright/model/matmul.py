@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwright.model.batch_invariant import replace_operator
 from shardwright.model.fp8 import FORWARD, Fp8Linear
 from shardwright.model.lora_sizes import StoredRow
 from shardwright.model.quantised import decode
@@ -265,6 +266,9 @@ def grouped_matmul(x_RD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor
         torch.mm(x_RD[start : start + count], weight_FD.T, out=y_RF[start : start + count])
         start += count
     return y_RF
+
+
+replace_operator(torch.ops.shardwright.grouped_matmul.default)
 
 
 @torch.library.custom_op("shardwright::grouped_weight_gradient", mutates_args=())

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.model.balance import LayerLoad, RealTokens, Tally, attach, aux_loss, relative_load, update_bias, z_loss
+from shardwright.model.expert_choices import ExpertChoices
 from shardwright.model.experts import build_experts, combine, dispatch, sort_rows
 from shardwright.model.feed_forward import FeedForward
 from shardwright.model.random import uniform
@@ -56,7 +57,7 @@ class Router(nn.Module):
 
     def __init__(self, moe: MoESpec, d_model: int) -> None:
         super().__init__()
-        self.moe = moe
+        self.moe, self.choices = moe, ExpertChoices()
         self.weight = nn.Parameter(torch.empty(moe.n_experts, d_model))
         self.logit_bias = nn.Parameter(torch.empty(moe.n_experts)) if moe.bias else None
         self.bias = nn.Parameter(torch.zeros(moe.n_experts), requires_grad=False) if moe.bias_rate else None
@@ -81,7 +82,7 @@ class Router(nn.Module):
         if site_keys_B is not None and positions_T is not None:
             experts_BTK = self.pick(uniform(site_keys_B, positions_T, moe.n_experts), biased=False)
         else:
-            experts_BTK = decided(lambda: self.pick(scores_BTE.detach()))
+            experts_BTK = decided(lambda: self.choices.choose(lambda: self.pick(scores_BTE.detach())))
         weights_BTK = scores_BTE.gather(-1, experts_BTK)
         if moe.normalise:
             weights_BTK = weights_BTK / (weights_BTK.sum(-1, keepdim=True) + 1e-20)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from shardwright.model.batch_invariant import attend_in_blocks, is_batch_invariant
 from shardwright.model.blocks import accumulator_dtype, attend, gradients, merge
 from shardwright.model.documents import Documents
 from shardwright.model.pieces import AttentionPiece, causal_pieces
@@ -97,18 +98,25 @@ class PieceAttention(torch.autograd.Function):
         wide = accumulator_dtype(q_1HNC.dtype)
         o_1HNC = torch.zeros_like(q_1HNC, dtype=wide)
         lse_1HN = torch.full(q_1HNC.shape[:3], float("-inf"), dtype=wide, device=q_1HNC.device)
-        once = sum(piece.n_rows for piece in pieces[0]) == q_1HNC.shape[2]  # no row has a second piece in step 0
-        for step, held_2MKC in exchange.keys(own_2NKC):
-            k_1KMC, v_1KMC = map(_heads_first, held_2MKC)
-            for rows, block_o, block_lse in attend(q_1HNC, k_1KMC, v_1KMC, pieces[step], softcap):
-                if step == 0 and once:
-                    o_1HNC[:, :, rows], lse_1HN[:, :, rows] = block_o.to(wide), block_lse.to(wide)
-                    continue
-                o, lse = o_1HNC[:, :, rows], lse_1HN[:, :, rows]
-                merge(o, lse, block_o, block_lse.to(wide))
-                o_1HNC[:, :, rows], lse_1HN[:, :, rows] = o, lse
-        if sinks_H is not None:
-            merge(o_1HNC, lse_1HN, torch.zeros_like(o_1HNC), sinks_H.to(wide)[:, None].expand_as(lse_1HN))
+        if is_batch_invariant():
+            for piece in pieces[0]:
+                at, keys = (0, slice(None), piece.rows), (slice(None), piece.columns)
+                k_KSC, v_KSC = (x_NKC.transpose(0, 1)[keys] for x_NKC in own_2NKC)
+                mask = piece.shift, piece.window, piece.first
+                o_1HNC[at], lse_1HN[at] = attend_in_blocks(q_1HNC[at], k_KSC, v_KSC, sinks_H, *mask, softcap)
+        else:
+            once = sum(piece.n_rows for piece in pieces[0]) == q_1HNC.shape[2]  # no row has a second piece in step 0
+            for step, held_2MKC in exchange.keys(own_2NKC):
+                k_1KMC, v_1KMC = map(_heads_first, held_2MKC)
+                for rows, block_o, block_lse in attend(q_1HNC, k_1KMC, v_1KMC, pieces[step], softcap):
+                    if step == 0 and once:
+                        o_1HNC[:, :, rows], lse_1HN[:, :, rows] = block_o.to(wide), block_lse.to(wide)
+                        continue
+                    o, lse = o_1HNC[:, :, rows], lse_1HN[:, :, rows]
+                    merge(o, lse, block_o, block_lse.to(wide))
+                    o_1HNC[:, :, rows], lse_1HN[:, :, rows] = o, lse
+            if sinks_H is not None:
+                merge(o_1HNC, lse_1HN, torch.zeros_like(o_1HNC), sinks_H.to(wide)[:, None].expand_as(lse_1HN))
         o_1HNC = o_1HNC.to(q_1HNC.dtype)
         ctx.save_for_backward(q_BTHC, own_2NKC, o_1HNC, lse_1HN, sinks_H)
         ctx.pieces, ctx.softcap, ctx.exchange = pieces, softcap, exchange

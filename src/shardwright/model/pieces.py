@@ -28,6 +28,8 @@ class AttentionPiece:
     shift: int = 0
     window: int = 0
     """0: none."""
+    first: int = 0
+    """The position of the first column in its document, or in its chunk."""
 
     @property
     def n_rows(self) -> int:

@@ -37,7 +37,7 @@ from shardwright.parallel.fp8 import use_fp8
 from shardwright.parallel.initialise import materialise
 from shardwright.parallel.linear_attention import ContextDeltaNet
 from shardwright.parallel.mesh import Groups, build_expert_mesh, build_groups, build_mesh, build_stage_groups
-from shardwright.parallel.microbatch_runner import Runner, SequentialRunner
+from shardwright.parallel.microbatch_runner import BatchInvariantRunner, Runner, SequentialRunner
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.offload import ActivationsOnHost
 from shardwright.parallel.pipeline.messages import PipelineMessages
@@ -75,6 +75,7 @@ def apply(
     fill: Fill = materialise,
     read: ReadCounts = read_counts,
     fp8: Fp8 | None = None,
+    batch_invariant: bool = False,
 ) -> ParallelModel:
     """Build a model of `spec` on this rank of `layout`, with its initial values.
 
@@ -83,7 +84,8 @@ def apply(
     for; by default `spec.max_seq_len`. `cuda_graphs`: record compiled blocks as CUDA graphs, on a single rank that
     computes with copies of its parameters (`MasterWeights`). `fp8`: the fp8 recipe of the layers' matmuls, or None.
     `fill` moves a part of the model from the meta device and gives it its initial values; `read` reads the numbers of
-    rows that ranks of ep exchange.
+    rows that ranks of ep exchange. `batch_invariant`: see `model/batch_invariant.py`; the model and the layout have to
+    support it (`split.rules.batch_invariance_problems`).
     """
     mesh = build_mesh(layout, device.type, spec.n_kv_heads)
     groups = build_groups(layout, mesh)
@@ -140,6 +142,8 @@ def apply(
     else:
         stage_groups = {}
         runner = SequentialRunner(parts[0], engines[0], cuda_graphs)
+    if batch_invariant:
+        runner = BatchInvariantRunner(runner)
     return ParallelModel(
         spec,
         parts,

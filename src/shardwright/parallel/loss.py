@@ -9,16 +9,18 @@ chunk of C tokens, logits = x W^T, their loss, and the gradients
 and frees the logits. dx (of all tokens) and dW are kept for the backward pass, which multiplies both by the gradient of
 the loss. So W is used in the forward pass alone, and a split backward pass has nothing to defer.
 
-Shapes: B batch, T tokens, N tokens of B sequences, C tokens of a chunk, D model, v a rank's rows of the vocabulary.
+Shapes: B batch, T tokens, N tokens of B sequences, C tokens of a chunk, D model, v a rank's rows of the vocabulary, V
+vocabulary, W wanted tokens.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardwright.model import matmul
@@ -27,6 +29,8 @@ from shardwright.model.transformer import Transformer
 from shardwright.parallel.norm import local_part
 from shardwright.parallel.tensor import TensorAxis, VocabularyHead
 from shardwright.split.compression import LOGITS_TOGETHER, LOGITS_TOGETHER_ON_GPU
+from shardwright.split.tensor import vocabulary_rows
+from shardwright.system.torch_private import all_gather_single
 
 
 def cross_entropy(
@@ -80,6 +84,34 @@ def cross_entropy(
             for i, (logits_Pv, largest_P1, scale_P1) in enumerate(parts):
                 gradient(kept[i] if kept else _powers(logits_Pv, largest_P1, in_place), scale_P1)
     return (sum_N.log() - target_N) * counted_N
+
+
+_ROWS_TOGETHER = 1024
+"""Rows of logits whose log-probabilities are computed in float64 at a time."""
+
+
+def log_probabilities(logits: Sequence[Tensor], tokens_N: Tensor) -> Tensor:
+    """Return the log-probability of each token in nats, (N,) float64, from logits (W, V) that together have N rows: the
+    model's own distribution, without temperature."""
+    rows = [part_WV for logits_WV in logits for part_WV in logits_WV.split(_ROWS_TOGETHER)]
+    tokens = tokens_N.to(rows[0].device).split([len(part_WV) for part_WV in rows])
+    return torch.cat(
+        [
+            part_WV.double().log_softmax(-1).gather(1, tokens_W[:, None])[:, 0]
+            for part_WV, tokens_W in zip(rows, tokens, strict=True)
+        ]
+    )
+
+
+def gather_vocabulary(logits_Wv: Tensor, size: int, group: dist.ProcessGroup | None) -> Tensor:
+    """All-gather logits over tp; (W, v) -> (W, V) for a vocabulary of `size` rows."""
+    if group is None:
+        return logits_Wv
+    rows = len(vocabulary_rows(size, group.size(), 0))
+    own_Wv = F.pad(logits_Wv, (0, rows - logits_Wv.shape[1])).contiguous()
+    gathered_nWv = own_Wv.new_empty(group.size(), *own_Wv.shape)
+    all_gather_single(gathered_nWv.flatten(0, 1), own_Wv, group=group)
+    return gathered_nWv.transpose(0, 1).flatten(1)[:, :size]
 
 
 def _overwrite(parts: Iterator[tuple[Tensor, ...]], in_place: bool, powers_Pv: Tensor, scale_P1: Tensor) -> None:

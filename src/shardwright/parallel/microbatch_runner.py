@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.model.balance import RealTokens
+from shardwright.model.batch_invariant import batch_invariant
 from shardwright.model.documents import Documents
 from shardwright.parallel.data import DataEngine
 from shardwright.schedule.actions import Action
@@ -111,6 +112,24 @@ class Runner(Protocol):
 
     def release(self) -> None:
         """Free the gathered parameters after evaluation, so that only shards remain."""
+
+
+class BatchInvariantRunner:
+    """Another runner, whose results do not depend on the other sequences of a pass (`model/batch_invariant.py`)."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner, self.observers, self.keeps_gradients = runner, runner.observers, runner.keeps_gradients
+
+    def train(self, microbatches: Sequence[Microbatch], loss: Loss) -> Tensor:
+        with batch_invariant():
+            return self.runner.train(microbatches, loss)
+
+    def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> Tensor:
+        with batch_invariant():
+            return self.runner.evaluate(microbatches, loss)
+
+    def release(self) -> None:
+        self.runner.release()
 
 
 class SequentialRunner:

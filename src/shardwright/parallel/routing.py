@@ -49,7 +49,7 @@ class ShardedRouter(Router):
         self, router: Router, groups: Sequence[dist.ProcessGroup], pieces: Sequence[int], n_pieces: int
     ) -> None:
         nn.Module.__init__(self)
-        self.moe = router.moe
+        self.moe, self.choices = router.moe, router.choices
         self.weight, self.logit_bias = router.weight, router.logit_bias
         self.bias, self.load = router.bias, router.load
         self.groups, self.pieces, self.n_pieces = groups, pieces, n_pieces

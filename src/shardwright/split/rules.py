@@ -60,6 +60,52 @@ def token_call_problems(spec: ModelSpec, layout: Layout, call: TokenCall) -> lis
     return found
 
 
+def batch_invariance_problems(spec: ModelSpec, layout: Layout) -> list[str]:
+    """Return one sentence for each reason why a model on a layout cannot compute equal bits in training, scoring and
+    generation (`model/batch_invariant.py`)."""
+    found = []
+    if layout.tp > 2:
+        found.append(
+            f"batch invariance with layout.tp={layout.tp}: an all-reduce of more than two ranks adds their parts of a "
+            f"number in an order that depends on its place in the message; valid: 1, 2"
+        )
+    if layout.cp > 1:
+        found.append(
+            f"batch invariance with layout.cp={layout.cp}: ranks of cp merge the attention of their own keys, and the "
+            f"rank of a key depends on the length of the sequence; valid: 1"
+        )
+    if spec.latent_attention is not None:
+        found.append(
+            "batch invariance with latent attention: training multiplies the matrix of keys by latent vectors, "
+            "decoding by queries, which rounds differently; valid: models with keys and values of heads"
+        )
+    if spec.linear_attention is not None:
+        found.append(
+            "batch invariance with linear attention: training computes chunks of tokens, decoding one token after "
+            "another, which rounds differently; valid: models with softmax attention in every layer"
+        )
+    return found
+
+
+def expert_call_problems(spec: ModelSpec, layout: Layout, compiled: bool = False) -> list[str]:
+    """Return one sentence for each reason why the experts of tokens cannot be recorded or replayed."""
+    if spec.moe is None:
+        return ["the model has no experts (model.moe), so no choices of experts can be recorded or replayed"]
+    found = []
+    if spec.moe.force_balance:
+        found.append("choices of experts with model.moe.force_balance: experts are drawn; set force_balance=False")
+    if layout.pp_schedule in ("dualpipe", "dualpipe-v"):
+        found.append(
+            f"choices of experts with layout.pp_schedule={layout.pp_schedule!r}: micro-batches arrive at a stage from "
+            f"both ends of the pipeline; valid: 1f1b, or another schedule with one direction"
+        )
+    if compiled:
+        found.append(
+            "choices of experts with compile: a compiled block cannot take them one after another; set it to False"
+        )
+    return found
+
+
 def _tensor(spec: ModelSpec, tp: int) -> Iterator[str]:
     for what, size in (("query heads (model.n_heads)", spec.n_heads), ("ffn features (model.d_ffn)", spec.d_ffn)):
         if size % tp:

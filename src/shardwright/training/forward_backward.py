@@ -7,6 +7,7 @@ distribution of samples over data ranks and micro-batches.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -19,15 +20,18 @@ from shardwright.config.sections import NO_PREFERENCE, PreferenceSection
 from shardwright.data.batches import Batch, DocumentsAB
 from shardwright.data.samples import IGNORE
 from shardwright.model.balance import RealTokens
+from shardwright.model.batch_invariant import is_batch_invariant
 from shardwright.model.device_type import to_device
 from shardwright.model.documents import Documents, restarted
+from shardwright.model.expert_choices import replayed
 from shardwright.model.random import EVALUATION, sample_keys
-from shardwright.parallel.loss import ChunkedLoss, bound, loss_sum, token_losses
+from shardwright.parallel.loss import ChunkedLoss, bound, gather_vocabulary, log_probabilities, loss_sum, token_losses
 from shardwright.parallel.microbatch_runner import Loss, Microbatch, PairTargets
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.norm import LocalNorms, clip_gradients, gradient_norm
 from shardwright.parallel.preference import METRICS, PairLoss
 from shardwright.parallel.tensor import TensorAxis
+from shardwright.split.sequence import positions_of_rank
 from shardwright.training.ahead import BEYOND, look_ahead
 from shardwright.training.loss_scale import LossScaler
 
@@ -97,7 +101,8 @@ class ForwardBackward:
             return LossParts(nothing, n_targets, nothing.clone() if self.model.spec.mtp_modules else None)
 
         self.model.set_batch(len(batch.tokens_ABT), self.loss_scale)
-        loss_part = self.model.runner.train(self._microbatches(batch, step), self._loss(batch, n_targets))
+        with self._replayed(batch):
+            loss_part = self.model.runner.train(self._microbatches(batch, step), self._loss(batch, n_targets))
         loss_part = loss_part / self.loss_scale
         self.model.complete_gradients()
         if self.pair_loss is not None:
@@ -245,6 +250,16 @@ class ForwardBackward:
             )
         return found
 
+    def _replayed(self, batch: Batch, microbatches: slice = slice(None)) -> AbstractContextManager[None]:
+        """Replay the batch's choices of experts, if it has any, in the passes of some micro-batches."""
+        if batch.experts_ABTLK is None:
+            return nullcontext()
+        layout, n_tokens = self.model.layout, batch.tokens_ABT.shape[-1]
+        spans = positions_of_rank(layout, n_tokens, dist.get_rank(), token_shard=layout.token_shards)
+        own_T = torch.cat([torch.arange(span.start, span.stop, span.step) for span in spans])
+        experts_ABTLK = self._on_device(batch.experts_ABTLK[microbatches, :, own_T].long())
+        return replayed(self.model.parts, self.model.spec, list(experts_ABTLK))
+
     def _pairs(
         self,
         lengths: Sequence[Sequence[int]],
@@ -368,11 +383,16 @@ class ForwardBackward:
             microbatches = [each._replace(ahead_KBT=None, targets_BT=each.targets_BT[0]) for each in microbatches]
 
         def collect(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-            parts.append(-token_losses(self.cross_entropy, logits_BTV, targets_BT).double())
+            if is_batch_invariant():  # the same function as in generation
+                parts.append(self._log_probs(logits_BTV, targets_BT))
+            else:
+                parts.append(-token_losses(self.cross_entropy, logits_BTV, targets_BT).double())
             return logits_BTV.new_zeros(())
 
         for first in range(0, len(microbatches), EVALUATED_TOGETHER):
-            self.model.runner.evaluate(microbatches[first : first + EVALUATED_TOGETHER], collect)
+            together = slice(first, first + EVALUATED_TOGETHER)
+            with self._replayed(batch, together):
+                self.model.runner.evaluate(microbatches[together], collect)
         self.model.runner.release()
         n_tokens = batch.tokens_ABT.shape[-1]
         whole_NT = torch.zeros(batch.sample_ids_AB.numel(), n_tokens, dtype=torch.float64, device=self.device)
@@ -382,6 +402,13 @@ class ForwardBackward:
             if group is not None:
                 dist.all_reduce(whole_NT, group=group)
         return whole_NT
+
+    def _log_probs(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        """Return the log-probability of each target in float64, of all rows of the vocabulary, 0 for an ignored one."""
+        logits_NV = gather_vocabulary(logits_BTV.flatten(0, 1), self.model.spec.vocab_size, self.model.groups.tp)
+        counted_BT = targets_BT != IGNORE
+        values_N = log_probabilities([logits_NV], targets_BT.where(counted_BT, 0).flatten())
+        return values_N.view_as(targets_BT) * counted_BT
 
     def _ahead_sums(self, logits: Sequence[Tensor], targets_PBT: Tensor) -> Tensor:
         return torch.stack([self.loss_sum(*each) for each in zip(logits, targets_PBT, strict=True)])
