@@ -258,6 +258,16 @@ class DataSection(RunFileSection):
         description="packed: documents one after another, split every seq_len tokens; "
         "documents: each document starts a sequence, the rest of it is padding that does not count",
     )
+    order: Literal["all", "shards"] = Field(
+        "all",
+        description="all: each epoch permutes all samples of a source; shards: shard after shard, the samples of each "
+        "permuted, so that a run can start before `data prepare --publish` has finished",
+    )
+    wait_s: Annotated[float, Field(ge=0)] = Field(
+        600.0,
+        description="order = shards: seconds that a step waits for the next shard of an unfinished `data prepare`; "
+        "then the run saves and ends",
+    )
     other_tokenizer: bool = Field(
         False,
         description="take data whose tokenizer is another than that of init.weights or model.from, as a run from "

@@ -121,7 +121,7 @@ RESUME: dict[str, AnyBug] = {
         Mutation(
             f"{_MIXTURE}:MixtureOrder.__init__",
             "taken[-1] + stage.counts(end - stage.from_sample)",
-            "(taken[-1] + stage.counts(end - stage.from_sample)) * (np.arange(len(sizes)) > 0)",
+            "(taken[-1] + stage.counts(end - stage.from_sample)) * (np.arange(len(orders)) > 0)",
         ),
         _STAGE,
     ),
