@@ -16,7 +16,7 @@ from tests.training.runs import train, training, trajectory, write_run_file
 
 pytestmark = pytest.mark.prove
 ORDERED = ("--set", "data.order=shards", "--set", "evaluation.samples=4", "--set", "evaluation.every=4")
-LONG = (*ORDERED, "--set", "steps=115", "--set", "batch.global_batch=8", "--set", "checkpoint.every=50")
+LONG = (*ORDERED, "--set", "steps=32", "--set", "batch.global_batch=32")
 """More steps than the samples of the first shards, and fewer than two epochs."""
 
 
@@ -79,5 +79,5 @@ def test_a_run_is_not_resumed_on_other_shards(source: Path, complete: Path, tmp_
     (tmp_path / "other.jsonl").write_text("".join(reversed(text)))
     tokenizer = complete.parent / "tokens" / "tokenizer.json"
     prepare(tmp_path / "other.jsonl", out / "tokens", **OPTIONS | {"tokenizer": tokenizer})
-    refused = train(run_file, *LONG, "--set", "steps=120", "--resume", expect=2)
+    refused = train(run_file, *LONG, "--set", "steps=34", "--resume", expect=2)
     assert "keep the sources that were trained on" in refused.stderr
