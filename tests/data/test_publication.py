@@ -3,7 +3,9 @@ continues to the same tokens, and that the order of samples does not depend on h
 
 import os
 import shutil
+from bisect import bisect_left
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -105,6 +107,31 @@ def test_what_is_not_the_same_prepare_is_refused(whole: Path, tmp_path: Path) ->
         prepare(source, tmp_path / "mine", **OPTIONS)
 
 
+def test_the_order_does_not_depend_on_the_number_of_published_shards() -> None:
+    check_order_across_listings()
+
+
+def check_order_across_listings() -> None:
+    with TemporaryDirectory() as folder:
+        whole, part = Path(folder, "tokens"), Path(folder, "part")
+        complete = prepare(corpus(Path(folder, "x.jsonl"), 90), whole, **OPTIONS | {"shard_tokens": 1_000})
+        shutil.copytree(whole, part)
+        first(complete, 2).written(part)
+        for kind in (PackedSamples, DocumentSamples):
+            early, late = (ShardOrder(5, kind(open_split(each, "train"), 16)) for each in (part, whole))
+            assert 0 < early.published == early.n < late.n
+            assert late.published > 10 * late.n
+            g = np.arange(early.n)
+            assert (early(g) == late(g)).all()
+            epochs = late(np.arange(3 * late.n)).reshape(3, -1)
+            assert (np.sort(epochs) == np.arange(len(late.samples))).all()
+            assert (epochs[0] != epochs[1]).any()
+            assert (epochs[0] != np.arange(late.n)).any()
+            ends = late.samples.split.token_ends
+            shards = [bisect_left(ends, sum(late.samples.span(int(i)))) for i in epochs[0]]
+            assert shards == sorted(shards), "the samples of a shard come before those of the next"
+
+
 def test_a_mirror_grows_with_the_folder_at_the_url(whole: Path, tmp_path: Path) -> None:
     growing = tmp_path / "growing"
     shutil.copytree(whole, growing)
@@ -150,3 +177,16 @@ def test_a_folder_that_was_replaced_is_not_read_on(whole: Path, tmp_path: Path) 
     complete.model_copy(update={"publication": "another"}).written(growing)
     with pytest.raises(DataError, match="it was replaced while this process reads it"):
         split.grow()
+
+
+def test_a_part_of_a_source_is_its_first_documents(whole: Path, tmp_path: Path) -> None:
+    options = OPTIONS | {"tokenizer": whole / "tokenizer.json", "max_tokens": 5_000}
+    part = prepare(whole.parent / "x.jsonl", tmp_path / "part", **options)
+    assert part.unfinished is None
+    lengths = np.concatenate([open_split(tmp_path / "part", name).document_lengths() for name in part.splits])
+    assert 5_000 <= lengths.sum() < 5_000 + lengths.max() + 1
+    for name in part.splits:
+        here, there = open_split(tmp_path / "part", name), open_split(whole, name)
+        assert (here.tokens(0, here.n_tokens) == there.tokens(0, here.n_tokens)).all()
+    with pytest.raises(DataError, match="max_tokens=0 must be at least 1"):
+        prepare(whole.parent / "x.jsonl", tmp_path / "none", **OPTIONS | {"max_tokens": 0})

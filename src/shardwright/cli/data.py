@@ -64,6 +64,9 @@ class PrepareOptions:
     ] = USUAL["validation"]
     seed: Annotated[int, typer.Option(help="chooses the documents of the split `validation`")] = USUAL["seed"]
     shard_tokens: Annotated[int, typer.Option(help="tokens of one shard file")] = USUAL["shard_tokens"]
+    max_tokens: Annotated[
+        int | None, typer.Option(help="end with the document that reaches this number of tokens; none: read all of SRC")
+    ] = USUAL["max_tokens"]
     format: Annotated[
         Literal["text", "chat", "preference"],
         typer.Option(

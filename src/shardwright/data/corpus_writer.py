@@ -5,6 +5,7 @@ Shards can be published while the corpus is written: when a document ends a shar
 checksum of their text, which a later prepare compares, shows whether the source still has the same documents.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -40,13 +41,16 @@ class CorpusWriter:
         validation: float,
         seed: int,
         shard_tokens: int,
+        max_tokens: int | None = None,
         per_record: int = 1,
         masked: bool = False,
         begun: DataManifest | None = None,
     ) -> None:
-        """`per_record`: documents of a record, which are in one split. `masked`: write the tokens that are trained on.
-        `begun`: an unfinished manifest, whose shards the new ones follow."""
+        """`max_tokens`: end with the document that reaches this number. `per_record`: documents of a record, which are
+        in one split. `masked`: write the tokens that are trained on. `begun`: an unfinished manifest, whose shards the
+        new ones follow."""
         self._tokenizer, self._validation, self._seed, self._per_record = tokenizer, validation, seed, per_record
+        self._max_tokens = math.inf if max_tokens is None else max_tokens
         dtype = np.dtype(token_dtype(tokenizer)).newbyteorder("<")
         self._writers = {
             name: SplitWriter(
@@ -59,6 +63,11 @@ class CorpusWriter:
         self._text = xxhash.xxh3_128()
         self.n_documents = 0 if self._begun is None else self._begun.documents
         """The documents that are written."""
+
+    @property
+    def _enough(self) -> bool:
+        """Whether no document is to follow the documents that are written."""
+        return self.n_tokens >= self._max_tokens and self.n_documents % self._per_record == 0
 
     @property
     def n_tokens(self) -> int:
@@ -95,6 +104,8 @@ class CorpusWriter:
                 if section.document != current:
                     if current >= self.n_documents:
                         end_document()
+                    if self._enough:
+                        return
                     current = section.document
                 self._add_text(window)
                 for ids, trained in joiner.add(window, encoding):
@@ -107,11 +118,14 @@ class CorpusWriter:
             with all_cores(), ThreadPoolExecutor(1) as encoder:
                 waiting: tuple[list[TextWindow], Future[list[Any]]] | None = None
                 for parts in _batches(self._unwritten(sections, report)):
+                    if self._enough:
+                        waiting = None
+                        break
                     encoded = encoder.submit(encode, self._tokenizer, parts)
                     if waiting is not None:
                         write(*waiting)
                     waiting = parts, encoded
-                if waiting is not None:
+                if waiting is not None and not self._enough:
                     write(*waiting)
             if current >= self.n_documents:
                 end_document()

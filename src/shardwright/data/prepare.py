@@ -138,6 +138,7 @@ def prepare(
     validation: float = 0.01,
     seed: int = 0,
     shard_tokens: int = 100_000_000,
+    max_tokens: int | None = None,
     format: DataFormat = "text",
     chat_template: str | Path | None = None,
     text_key: str = "text",
@@ -157,14 +158,20 @@ def prepare(
     the fraction `validation` of the documents, chosen by a hash of (seed, document number), goes to the split
     "validation"; with two or more documents both splits have one. The same call writes the same bytes.
 
-    With `publish`, a run can train on the shards of `out` that are complete while others are written, and the same call
-    continues a prepare that ended before its end. It reads the source from the start, and encodes the documents that
-    are not published.
+    `max_tokens`: end with the document that reaches this number of tokens, over all splits; the rest of the source is
+    not encoded. With `publish`, a run can train on the shards of `out` that are complete while others are written, and
+    the same call continues a prepare that ended before its end. It reads the source from the start, and encodes the
+    documents that are not published.
 
     Raises DataError for bad input, a full disk, and an `out` that exists (`overwrite` replaces it, once the new one is
     complete). Nothing is left behind then, except with `publish`.
     """
-    _check(validation, shard_tokens=shard_tokens, tokenizer_sample=tokenizer_sample)
+    _check(
+        validation,
+        shard_tokens=shard_tokens,
+        tokenizer_sample=tokenizer_sample,
+        max_tokens=1 if max_tokens is None else max_tokens,
+    )
     if chat_template is not None and format == "text":
         raise DataError("--chat-template writes conversations; add --format chat or --format preference")
     loaded = None if tokenizer is None else load_tokenizer(tokenizer, separator)
@@ -180,6 +187,8 @@ def prepare(
         raise DataError(f"out={out} is inside the source {source}: it would read what it writes; choose another")
     report = _ProgressReporter(corpus.total_bytes(), progress)
     options = {"validation": validation, "seed": seed, "shard_tokens": shard_tokens}
+    if max_tokens is not None:
+        options["max_tokens"] = max_tokens
     if publish and overwrite:
         raise DataError(f"--overwrite replaces {out} at the end, and --publish adds shards to it; leave one out")
     place = publishing(Path(out), {"source": corpus.given, "options": options}) if publish else contextlib.nullcontext()
