@@ -38,7 +38,7 @@ class Here:
 class Numbered:
     """n samples; sample i is the token i, five times over."""
 
-    seq_len, padded = 4, False
+    seq_len, padded, mirrored = 4, False, False
 
     def __init__(self, n: int, fails_at: int = -1) -> None:
         self.n, self.fails_at, self.reads = n, fails_at, 0
@@ -216,7 +216,7 @@ class Places:
     """n samples of `seq_len` tokens of one text of the tokens 0, 1, 2, ..."""
 
     def __init__(self, n: int, seq_len: int) -> None:
-        self.n, self.seq_len, self.padded = n, seq_len, False
+        self.n, self.seq_len, self.padded, self.mirrored = n, seq_len, False, False
 
     def origin(self, i: int) -> tuple[Here, int]:
         return Here(), i * self.seq_len

@@ -79,7 +79,7 @@ def test_the_answers_of_a_conversation_and_the_token_that_ends_them_are_trained_
     whole = "".join(f"<|im_start|>{each['role']}\n{each['content']}<|im_end|>\n" for each in TALK)
     text = inspect(tmp_path / "talks", n=1)["documents"][0]["text"]
     assert text == whole + "<|endoftext|>"
-    assert manifest.format_version == 4
+    assert manifest.format_version == 5
     assert manifest.answer_end_id == Tokenizer.from_file(str(tokenizer)).token_to_id("<|im_end|>")
     assert (tmp_path / "talks" / "chat_template.jinja").read_text() == CHATML
     assert verify_checksums(tmp_path / "talks") == []

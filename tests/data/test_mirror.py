@@ -78,6 +78,8 @@ def cache(tmp_path: Path) -> Iterator[TokenCache]:
 
 
 def opened(folder: Path, cache: TokenCache) -> TokenSplit:
+    """The split as another process of the node opens it: a process checks the small files of a mirror once."""
+    mirror._mirror_of_this_process.cache_clear()
     return open_split(f"counted://{folder}", "train", cache)
 
 
@@ -223,8 +225,7 @@ def test_a_manifest_that_names_other_places_writes_nothing(stored: Path, cache: 
     shutil.copy(stored / "train-00000.idx", tmp_path / "outside.idx")
     with pytest.raises(DataError, match=r"^counted://.*\.\./\.\./outside\.idx"):
         opened(copy, cache)
-    [folder] = Path(str(cache.folder)).iterdir()
-    assert os.listdir(folder) == ["manifest.json"]
+    assert not Path(str(cache.folder)).exists()
 
 
 def test_what_cannot_be_read_is_one_sentence(stored: Path, cache: TokenCache, tmp_path: Path):

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -42,13 +43,17 @@ def test_ratios_are_those_of_the_decimals_that_are_written() -> None:
     assert whole_weights([3]) == (1,)
 
 
+def mixture_order(seed: int, sizes: Sequence[int], stages: list[MixtureStage]) -> MixtureOrder:
+    return MixtureOrder([SampleOrder(seed, size, source) for source, size in enumerate(sizes)], stages)
+
+
 def order_of(begin: tuple[int, ...], later: list[tuple[int, tuple[int, ...]]], seed: int = 5) -> MixtureOrder:
     """Sources of 11, 5 and 17 samples; `later`: (samples of the stage before, weights)."""
     stages, at = [MixtureStage(0, 0, begin)], 0
     for length, weights in later:
         at += length
         stages.append(MixtureStage(at, at, weights))
-    return MixtureOrder(seed, [11, 5, 17][: len(begin)], stages)
+    return mixture_order(seed, [11, 5, 17][: len(begin)], stages)
 
 
 @settings(max_examples=60, deadline=None)
@@ -88,7 +93,7 @@ def test_in_each_stage_each_source_is_within_one_sample_of_its_share(begin, late
 
 def test_one_source_of_a_mixture_is_in_the_order_of_a_run_over_it_alone() -> None:
     alone = SampleOrder(9, 11)(np.arange(50))
-    assert MixtureOrder(9, [11], [MixtureStage(0, 0, (1,))])(np.arange(50)).tolist() == alone.tolist()
+    assert mixture_order(9, [11], [MixtureStage(0, 0, (1,))])(np.arange(50)).tolist() == alone.tolist()
     sources, samples = order_of((2, 1, 0), [], seed=9).located(np.arange(75))
     assert samples[sources == 0].tolist() == alone.tolist()
 
@@ -128,7 +133,7 @@ def seen(stays: list[Stay]) -> list[list[int]]:
     for steps, global_batch, ranks in stays:
         batch = BatchSection(seq_len=mixed().seq_len, global_batch=global_batch)
         stages = mixture.stages_of(MIXTURES, batch.schedule.samples, past, step, position)
-        order = MixtureOrder(7, SIZES, stages)
+        order = mixture_order(7, SIZES, stages)
         rows: list[list[int]] = [[] for _ in range(steps)]
         after = position
         for rank in range(ranks):
@@ -172,7 +177,7 @@ def test_a_run_with_a_stage_keeps_the_shares_of_each_step_and_the_epochs_of_each
 
 
 def test_three_sources_are_within_one_sample_of_their_shares_at_any_point() -> None:
-    order = MixtureOrder(0, (10, 10, 10), [MixtureStage(0, 0, (50, 30, 20))])
+    order = mixture_order(0, (10, 10, 10), [MixtureStage(0, 0, (50, 30, 20))])
     sources, _ = order.located(np.arange(1000))
     for source, share in enumerate((0.5, 0.3, 0.2)):
         counts = np.cumsum(sources == source)

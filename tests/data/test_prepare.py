@@ -256,7 +256,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, tokenizer: Path) -
         words = "word number 42, " * 65_536
         source.write_text(words * megabytes)
         # Small batches on any number of cores, so that both corpora are many.
-        code = "import shardwright.data.prepare as room; room.LARGEST_BATCH_BYTES = 2**20; "
+        code = "import shardwright.data.corpus_writer as room; room.LARGEST_BATCH_BYTES = 2**20; "
         code += PREPARE + "; import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
         out = str(tmp_path / f"out{megabytes}")
         done = subprocess.run(

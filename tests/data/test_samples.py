@@ -17,7 +17,7 @@ class Row:
     """The part of TokenSplit that samples use, over an array."""
 
     def __init__(self, *documents: list[int], name: str = "train") -> None:
-        self.name, self.separator_id, self.n_documents = name, SEPARATOR, len(documents)
+        self.name, self.separator_id, self.n_documents, self.mirrored = name, SEPARATOR, len(documents), False
         self._row = np.array([id for document in documents for id in [*document, SEPARATOR]], np.uint16)
         self._starts = np.cumsum([0] + [len(document) + 1 for document in documents])
         self.n_tokens = len(self._row)

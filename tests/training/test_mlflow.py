@@ -1,7 +1,10 @@
 """Proves that MLflow gets the keys and every number of a run, in one MLflow run also after a resume or a failure, with
 the status of the run's end. The client is MLflow's own, and writes to its stores of files and of SQLite."""
 
+import functools
 import importlib.util
+import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -116,6 +119,27 @@ def test_mlflow_shows_whether_a_run_finished_failed_or_was_stopped(tokens: Path,
             log.end(n_steps)
         log.close()
         assert runs_of(client)[0].info.status == status
+
+
+def killed(of_rank: int, rank: int) -> None:
+    if rank == of_rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@prove
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_whose_rank_is_killed_at_its_start_has_failed_in_mlflow(
+    tokens: Path, tmp_path: Path, uri: str, client: Any, rank: int
+):
+    run_file = write_run_file(tmp_path, tokens)
+    fault = functools.partial(killed, rank)
+    train(run_file, "--set", f"metrics.mlflow_uri={uri}", fault=fault, expect=3)
+    [run] = runs_of(client)
+    assert run.info.status == "FAILED"
+    assert run.data.params["batch.seq_len"] == "16"
+    train(run_file, "--set", f"metrics.mlflow_uri={uri}", "--set", "steps=2", "--resume")
+    statuses = [each.info.status for each in runs_of(client)]
+    assert statuses == ["FINISHED", "FAILED"], "no step was saved, so this is a new run"
 
 
 @prove

@@ -72,12 +72,18 @@ def test_a_collector_that_refuses_or_is_away_is_reported_once_without_its_passwo
 def test_the_spans_of_a_run_last_as_long_as_its_records_say(tokens: Path, tmp_path: Path):
     run_file = write_run_file(tmp_path, tokens)
     with collector() as kept:
-        endpoint = f"metrics.otlp_endpoint={kept.url!r}"
-        train(
-            run_file, "--set", endpoint, "--set", "steps=4", "--set", "metrics.every=2", "--set", "checkpoint.every=2"
-        )
+        keys = (f"metrics.otlp_endpoint={kept.url!r}", "steps=4", "metrics.every=2", "checkpoint.every=2")
+        settings = [word for key in keys for word in ("--set", key)]
+        train(run_file, *settings)
+        of_rank_0 = list(kept.spans)
+        kept.spans.clear()
+        train(run_file, *settings, "--set", "metrics.otlp_ranks=all", "--set", f"out={tmp_path}/all")
+    of_steps = [attributes(span) for span in kept.spans if span.name == "step"]
+    assert sorted((each["rank"], each["step"]) for each in of_steps) == [(r, s) for r in (0, 1) for s in range(1, 5)]
+    kept.spans[:] = of_rank_0
     steps = [attributes(span)["step"] for span in kept.spans if span.name == "step"]
     assert steps == [1, 2, 3, 4]
+    assert {attributes(span)["rank"] for span in kept.spans} == {0}
     assert {span.name for span in kept.spans} >= {"data", "forward_backward", "optimizer", "checkpoint"}
     for record in records(run_file):
         for phase in ("data", "forward_backward", "optimizer"):

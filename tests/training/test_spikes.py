@@ -175,7 +175,7 @@ def test_a_checkpoint_holds_the_window():
 
 def test_samples_that_are_left_out_are_in_no_batch_wherever_a_run_begins():
     class Plain:
-        seq_len, padded = 1, False
+        seq_len, padded, mirrored = 1, False, False
 
         def __len__(self) -> int:
             return 1000

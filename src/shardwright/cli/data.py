@@ -46,7 +46,7 @@ class PrepareOptions:
             "folder)",
         ),
     ]
-    out: Annotated[Path, typer.Option(help="the folder to make; it appears only when it is complete")]
+    out: Annotated[Path, typer.Option(help="the folder to make; without --publish it appears only when it is complete")]
     tokenizer: Annotated[
         Path | None,
         typer.Option(help="a tokenizer.json to use; without it a byte-level BPE is trained on the text"),
@@ -64,6 +64,9 @@ class PrepareOptions:
     ] = USUAL["validation"]
     seed: Annotated[int, typer.Option(help="chooses the documents of the split `validation`")] = USUAL["seed"]
     shard_tokens: Annotated[int, typer.Option(help="tokens of one shard file")] = USUAL["shard_tokens"]
+    max_tokens: Annotated[
+        int | None, typer.Option(help="end with the document that reaches this number of tokens; none: read all of SRC")
+    ] = USUAL["max_tokens"]
     format: Annotated[
         Literal["text", "chat", "preference"],
         typer.Option(
@@ -88,6 +91,14 @@ class PrepareOptions:
         typer.Option("--skip-bad", help="leave out records that are not JSON or have no text, and say how many"),
     ] = False
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUT, once the new one is complete")] = False
+    publish: Annotated[
+        bool,
+        typer.Option(
+            "--publish",
+            help="add complete shards to OUT while others are written, for runs with data.order='shards'; the same "
+            "command continues after an interruption",
+        ),
+    ] = False
     json: AsJson = False
 
 
@@ -97,7 +108,7 @@ def prepare(options: PrepareOptions) -> None:
     """Tokenise a corpus into shards that training reads by memory map.
 
     Every document is followed by one separator token; a fraction of the documents goes to the validation split.
-    All cores are used, and memory does not grow with the corpus. Interrupted, it leaves no OUT.
+    All cores are used, and memory does not grow with the corpus. Interrupted, it leaves no OUT, except with --publish.
 
     Example: `shardwright data prepare ~/books --glob '*.txt' --out data/books --vocab-size 16384`
     """

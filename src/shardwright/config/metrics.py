@@ -2,7 +2,7 @@
 steps."""
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field
@@ -38,6 +38,10 @@ class MetricsSection(RunFileSection):
         "this URL by OTLP over HTTP, such as http://HOST:4318 (extra: opentelemetry)",
     )
 
+    otlp_ranks: Literal["first", "all"] = Field(
+        "first", description="ranks that send spans: rank 0, or all; each span has the attribute `rank`"
+    )
+
     def problems(self) -> Iterator[str]:
         """Yield one sentence for each URL that no server can have."""
         for key, also, example in (
@@ -53,6 +57,8 @@ class MetricsSection(RunFileSection):
                 f"metrics.mlflow_experiment={self.mlflow_experiment!r} without metrics.mlflow_uri is not used; set "
                 f"mlflow_uri, or leave it out"
             )
+        if self.otlp_endpoint is None and self.otlp_ranks != "first":
+            yield f"metrics.otlp_ranks={self.otlp_ranks!r} needs metrics.otlp_endpoint; set it, or leave otlp_ranks out"
 
 
 class ProfileSection(RunFileSection):

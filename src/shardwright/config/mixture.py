@@ -29,7 +29,7 @@ class Mixture:
 def sources_of(data: DataSection) -> list[SourceSection]:
     """Return the named sources of a run: `data.sources`, or one source for the folder `data.path`."""
     if data.path is not None:
-        return [SourceSection(name=Path(data.path).name, path=data.path, weight=1.0)]
+        return [SourceSection(name=Path(data.path).name, path=data.path, weight=1.0, prepare=data.prepare)]
     return [source.model_copy(update={"name": name_of(source)}) for source in data.sources]
 
 
@@ -60,6 +60,10 @@ def mixture_problems(data: DataSection, steps: int | None) -> Iterator[str]:
     used = data.token_cache != TokenCache()
     if used and not any(REMOTE in source.path for source in (sources_of(data) if data.path else data.sources)):
         yield "data.cache and data.cache_gib are for tokens at a URL, and no source is at one; leave them out"
+    for source in sources_of(data) if data.path else data.sources:
+        yield from _prepare_problems(source, data.order)
+    if data.prepare and data.path is None:
+        yield "data.prepare is the prepare of data.path, which is not given; give each of data.sources its own prepare"
     if data.path is not None and data.sources:
         yield "data.path and data.sources are both given; name the folder of data.path as one of data.sources"
     elif data.path is None and not data.sources:
@@ -69,6 +73,21 @@ def mixture_problems(data: DataSection, steps: int | None) -> Iterator[str]:
     elif data.sources:
         yield from _source_problems(data)
         yield from _stage_problems(data, steps)
+
+
+def _prepare_problems(source: SourceSection, order: str) -> Iterator[str]:
+    """Yield each reason why a run cannot publish the shards of a source."""
+    if not source.prepare:
+        return
+    if order != "shards":
+        yield f"data.order={order!r} permutes all samples, and prepare publishes shard after shard; set it to 'shards'"
+    if REMOTE in source.path:
+        yield f"{source.path!r} is a URL, and prepare writes to a folder of this machine; give a local path"
+    if source.prepare[0].startswith("-"):
+        yield f"prepare={source.prepare!r}: the first is SRC, what is read, such as 'hf:NAME' or a file, before options"
+    for option in ("--out", "--publish", "--overwrite"):
+        if any(each.split("=")[0] == option for each in source.prepare):
+            yield f"prepare: {option} is given by the run, whose path is the folder; leave it out"
 
 
 def _source_problems(data: DataSection) -> Iterator[str]:

@@ -219,6 +219,11 @@ class SourceSection(RunFileSection):
         min_length=1, json_schema_extra=PATH, description="a folder written by `shardwright data prepare`"
     )
     name: str | None = Field(None, min_length=1, description="what stages and records call it; else its folder's name")
+    prepare: list[str] = Field(
+        [],
+        description="source and options of `shardwright data prepare`, such as ['hf:NAME', '--tokenizer', 'FILE'], "
+        "which the run then runs beside it to publish the shards of path; needs data.order = shards",
+    )
     weight: float | None = Field(
         None, description="its share of the samples, relative to the other weights; none: a stage brings it in"
     )
@@ -251,12 +256,23 @@ class DataSection(RunFileSection):
         description="a folder written by `shardwright data prepare`, here or at a URL of fsspec (s3://BUCKET/FOLDER, "
         "gs://, ...); or give sources",
     )
+    prepare: list[str] = Field([], description="prepare of the one source at path, as in [[data.sources]]")
     sources: list[SourceSection] = Field([], description="[[data.sources]]: several folders, mixed by weight")
     stages: list[StageSection] = Field([], description="[[data.stages]]: other weights of the sources, from a step on")
     sequences: Literal["packed", "documents"] = Field(
         "packed",
         description="packed: documents one after another, split every seq_len tokens; "
         "documents: each document starts a sequence, the rest of it is padding that does not count",
+    )
+    order: Literal["all", "shards"] = Field(
+        "all",
+        description="all: each epoch permutes all samples of a source; shards: shard after shard, the samples of each "
+        "permuted, so that a run can start before `data prepare --publish` has finished",
+    )
+    wait_s: Annotated[float, Field(ge=0)] = Field(
+        600.0,
+        description="order = shards: seconds that a step waits for the next shard of an unfinished `data prepare`; "
+        "then the run saves and ends",
     )
     other_tokenizer: bool = Field(
         False,

@@ -11,6 +11,7 @@ Letters of shapes: A accumulated micro-batches, B micro_batch, T seq_len.
 import itertools
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ PADDING_ID = -1
 T = TypeVar("T")
 READER = "shardwright-batches"
 """The name of the thread that reads ahead."""
+POLL_S = 0.05
+"""Pause before a batch whose samples cannot be read yet is tried again, in seconds."""
 
 DocumentsAB = tuple[tuple[tuple[int, ...], ...], ...]
 """Tokens of the documents of each sequence of each micro-batch."""
@@ -103,6 +106,7 @@ class Batches:
 
     `within_documents`: batches have the documents of their sequences, within which attention stays. `references`:
     batches have the references of pairs of answers. `left_out`: ranges of running samples that no batch has.
+    `is_readable`: whether the running samples before an index can be read yet; a batch waits until its samples can.
 
     Raises LayoutError for a batch that does not divide. A token id of vocab_size or more, which only damaged or foreign
     data has, raises DataError from `next`.
@@ -122,6 +126,7 @@ class Batches:
         start_step: int = 0,
         start_sample: int = 0,
         left_out: Iterable[tuple[int, int]] = (),
+        is_readable: Callable[[int], bool] = lambda end: True,
         prefetch: int = 2,
         pin_memory: bool = False,
     ) -> None:
@@ -133,12 +138,16 @@ class Batches:
         self._start_sample = start_sample
         self._left_out = skipped = merged(left_out)
 
-        def read() -> Iterator[Batch]:  # without `self`: the thread that runs it must not keep a dropped Batches alive
+        def read() -> Iterator[
+            Batch | None
+        ]:  # without `self`: the thread that runs it must not keep a dropped Batches alive
             for step in itertools.count(start_step):
                 stage, first = schedule.at(step), start_sample + schedule.samples(start_step, step)
                 n, cuts = stage.global_batch // data_ranks, schedule.cuts(stage)
                 wholes, pieces = np.divmod(data_rank * n + np.arange(n), cuts)
                 wholes = _past(first + wholes, start_sample, skipped)
+                while not is_readable(int(wholes.max()) + 1):
+                    yield None
                 shape_AB = (-1, stage.micro_batch)
                 yield _read(
                     samples[stage.seq_len],
@@ -161,7 +170,15 @@ class Batches:
     @property
     def next_sample(self) -> int:
         """Running index of the first sample of the batch that `next` returns next, whether read ahead or not."""
-        taken = self._schedule.samples(self._start_step, self._step)
+        return self._after(0)
+
+    def end_of(self, n_steps: int) -> int:
+        """Return the running index after the last sample of the next `n_steps` batches, at least one."""
+        return self._after(n_steps, 1) + 1
+
+    def _after(self, n_steps: int, n_before: int = 0) -> int:
+        """Return the running index of the first sample after the next `n_steps` batches, or `n_before` before it."""
+        taken = self._schedule.samples(self._start_step, self._step + n_steps) - n_before
         return int(_past(np.array(self._start_sample + taken), self._start_sample, self._left_out))
 
     def __iter__(self) -> Iterator[Batch]:
@@ -171,12 +188,17 @@ class Batches:
         assert not self._closed, "these batches are closed"
         if self._failure is None:
             try:
-                batch = self._reader.take() if self._reader is not None else next(self._source)
+                batch = self._reader.take() if self._reader is not None else self._next()
             except Exception as error:
                 self._failure = error
         if self._failure is not None:
             raise self._failure
         self._step += 1
+        return batch
+
+    def _next(self) -> Batch:
+        while (batch := next(self._source)) is None:
+            time.sleep(POLL_S)
         return batch
 
     def close(self) -> None:
@@ -298,7 +320,7 @@ def _outside_vocabulary(samples: Samples, i: int, tokens: np.ndarray, vocab_size
 class _BatchReader:
     """One thread that keeps a bounded queue of batches full. It has no reference to the Batches that owns it."""
 
-    def __init__(self, source: Iterator[Batch], ahead: int) -> None:
+    def __init__(self, source: Iterator[Batch | None], ahead: int) -> None:
         self._queue: queue.Queue[Batch | Exception] = queue.Queue(ahead)
         self._stopping = threading.Event()
         self._thread = threading.Thread(
@@ -322,11 +344,14 @@ class _BatchReader:
             self._thread.join()
 
 
-def _fill(source: Iterator[Batch], out: "queue.Queue[Batch | Exception]", stopping: threading.Event) -> None:
+def _fill(source: Iterator[Batch | None], out: "queue.Queue[Batch | Exception]", stopping: threading.Event) -> None:
     while not stopping.is_set():
         try:
             batch = next(source)
         except Exception as error:
             out.put(error)
             return
-        out.put(batch)
+        if batch is None:
+            stopping.wait(POLL_S)
+        else:
+            out.put(batch)

@@ -7,7 +7,7 @@ block that was half written, evicted or damaged is fetched again, and no record 
 
 The ranks of a node share a mirror. If the files of tokens and masks occupy more than `data.cache_gib`, a rank makes
 holes of the blocks that it fetched first. Mirrors are named by the checksum of the manifest: the same tokens at two
-URLs have one.
+URLs have one. The mirror of a folder that `prepare --publish` adds shards to is named by its publication, and grows.
 """
 
 import ctypes
@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from shardwright.data.blocks import WAY_OUT, CheckedFile, SumsFile
+from shardwright.data.token_manifest import MANIFEST, DataManifest
 from shardwright.system.errors import NO_ROOM, DataError
 from shardwright.system.files import LONGEST_TEXT, open_regular, reason, write_whole
 from shardwright.system.remote import file_system
@@ -34,7 +35,6 @@ N_CONNECTIONS = 16
 """Requests of a rank that are in flight at once."""
 ATTEMPTS, PAUSE_S = 4, 0.5
 """Tries of a request, and the pause after the first of them, which doubles."""
-MANIFEST = "manifest.json"
 OTHER_CACHE = "set data.cache to another folder"
 _KEEP_SIZE_AND_PUNCH_HOLE = 0x01 | 0x02
 _SPARSE = (".bin", ".trained")
@@ -74,6 +74,20 @@ class RemoteFolder:
         raise AssertionError("unreachable")
 
 
+def _parsed(content: bytes, remote: RemoteFolder) -> DataManifest:
+    """Return the manifest of the files at a URL. Raises DataError, also for names that lead elsewhere."""
+    place = Path("/folder of tokens")  # only for the names of files
+    try:
+        return DataManifest.parsed(content, place)
+    except DataError as error:
+        raise DataError(*(problem.replace(str(place), remote.url) for problem in error.problems)) from None
+
+
+@cache
+def _mirror_of_this_process(url: str, folder: Path, limit_bytes: int, process: int) -> "Mirror":
+    return Mirror(RemoteFolder(url), folder, limit_bytes)
+
+
 @cache
 def _of_this_process(url: str, process: int) -> tuple[Any, str]:
     """Return the file system of a URL. A forked process has its own, because connections cannot be shared."""
@@ -81,30 +95,62 @@ def _of_this_process(url: str, process: int) -> tuple[Any, str]:
 
 
 class Mirror:
-    """The local folder of the tokens at a URL; see the module's docstring."""
+    """The local folder of the tokens at a URL; see the module's docstring. A process has one for each URL, manifest and
+    cache (`Mirror.of`)."""
 
     def __init__(self, remote: RemoteFolder, folder: Path, limit_bytes: int) -> None:
         self.remote, self.folder, self._limit_bytes = remote, folder, limit_bytes
         self._fetched: deque[tuple[Path, int, int]] = deque()
         self._unmeasured_bytes = 0
         self._lock = threading.Lock()
+        self._files: set[str] = set()
+        """The files that are there: whole, or sparse."""
 
     @staticmethod
-    def of(url: str, cache_folder: str | None, limit_bytes: int) -> "Mirror":
-        """Return the mirror of the tokens that are at a URL now, with their manifest. Raises DataError."""
+    def of(url: str, cache_folder: str | None, limit_bytes: int) -> "tuple[Mirror, DataManifest]":
+        """Return the mirror of the tokens that are at a URL now, and their manifest, whose files it has. Raises
+        DataError."""
         remote = RemoteFolder(url)
-        manifest = remote.read(MANIFEST, 0, LONGEST_TEXT)
+        content = remote.read(MANIFEST, 0, LONGEST_TEXT)
+        manifest = _parsed(content, remote)
         root = Path(cache_folder) if cache_folder else default_cache()
-        folder = root / hashlib.sha256(manifest).hexdigest()[:16]
-        mirror = Mirror(remote, folder, limit_bytes)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DataError(f"{folder}: cannot be made: {reason(error)}; {OTHER_CACHE}") from None
-        write_whole(folder / MANIFEST, manifest)
-        return mirror
+        folder = root / (manifest.publication or hashlib.sha256(content).hexdigest())[:16]
+        mirror = _mirror_of_this_process(remote.url, folder, limit_bytes, os.getpid())
+        mirror._take(content, manifest)
+        return mirror, manifest
 
-    def copy(self, name: str, sha256: str) -> None:
+    def refresh(self) -> DataManifest:
+        """Return the manifest that is at the URL now, whose files the mirror has. Raises DataError."""
+        content = self.remote.read(MANIFEST, 0, LONGEST_TEXT)
+        manifest = _parsed(content, self.remote)
+        self._take(content, manifest)
+        return manifest
+
+    def _take(self, content: bytes, manifest: DataManifest) -> None:
+        """Copy or reserve the files of a manifest that are not there, then write the manifest."""
+        sums = {name: sha256 for name, sha256 in manifest.sha256_of_files.items() if name not in self._files}
+        present = not sums and (self.folder / MANIFEST).is_file()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(f"{self.folder}: cannot be made: {reason(error)}; {OTHER_CACHE}") from None
+        for shard in (shard for split in manifest.splits.values() for shard in split.shards):
+            if not (shard.sums_file and shard.sums_sha256):
+                raise DataError(
+                    f"{self.remote.url}: format version {manifest.format_version} has no checksums of blocks, without "
+                    f"which tokens are not read from a URL; prepare the data again, or copy the folder to this machine"
+                )
+            for name in (shard.file, shard.trained_file):
+                if name and sums.pop(name, None):
+                    self._reserve(name, manifest.n_bytes_of_files(shard)[name])
+        self._check_bound()
+        for name, sha256 in sums.items():
+            self._copy(name, sha256)
+        self._files.update(manifest.sha256_of_files)
+        if not present:
+            write_whole(self.folder / MANIFEST, content)
+
+    def _copy(self, name: str, sha256: str) -> None:
         """Copy a whole file to the mirror, unless it is there and right. Raises DataError for another checksum."""
         path = self.folder / name
         if path.is_file() and _sha256_of(path) == sha256:
@@ -114,7 +160,7 @@ class Mirror:
             raise DataError(f"{self.remote.url}/{name} is damaged: its sha256 differs from the manifest's; {WAY_OUT}")
         write_whole(path, content)
 
-    def reserve(self, name: str, n_bytes: int) -> None:
+    def _reserve(self, name: str, n_bytes: int) -> None:
         """Make a sparse file of `n_bytes`, unless it is there."""
         try:
             with (self.folder / name).open("ab") as file:
@@ -123,7 +169,7 @@ class Mirror:
         except OSError as error:
             raise DataError(f"{self.folder / name}: cannot be made: {reason(error)}; {OTHER_CACHE}") from None
 
-    def check_bound(self) -> None:
+    def _check_bound(self) -> None:
         """Raise DataError if the tokens do not fit into the bound and blocks cannot be deleted."""
         sparse = _sparse_files(self.folder)
         if sum(path.stat().st_size for path in sparse) > self._limit_bytes:

@@ -13,6 +13,7 @@ import numpy as np
 from shardwright.config.mixture import Mixture
 from shardwright.data.order import SampleOrder
 from shardwright.data.samples import Samples
+from shardwright.data.shard_order import ShardOrder
 from shardwright.data.shards import TokenSplit
 
 
@@ -87,21 +88,32 @@ def stages_of(
 
 
 class MixtureOrder:
-    """The order in which a run with `seed` sees samples of several sources: a pure function of (seed, stages, index).
+    """The order in which a run sees samples of several sources: a pure function of (orders of the sources, stages,
+    index).
 
-    Source k has `sizes[k]` samples and takes them in the order of `SampleOrder`, each once an epoch of that source,
-    regardless of changes of the weights. `stages` start with one from sample 0.
+    Source k takes its samples in the order `orders[k]`, each once an epoch of that source, regardless of changes of the
+    weights. `stages` start with one from sample 0.
     """
 
-    def __init__(self, seed: int, sizes: Sequence[int], stages: Sequence[MixtureStage]) -> None:
+    def __init__(self, orders: Sequence[SampleOrder | ShardOrder], stages: Sequence[MixtureStage]) -> None:
         assert stages[0].from_sample == 0, stages
-        self.sizes, self.stages = tuple(sizes), tuple(stages)
-        self._orders = [SampleOrder(seed, size, source) for source, size in enumerate(sizes)]
+        self.orders, self.stages = tuple(orders), tuple(stages)
         self._begins = np.array([stage.from_sample for stage in stages])
-        taken = [np.zeros(len(sizes), np.int64)]
+        taken = [np.zeros(len(orders), np.int64)]
         for stage, end in zip(stages, self._begins[1:], strict=False):
             taken.append(taken[-1] + stage.counts(end - stage.from_sample))
         self._taken_before = taken
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of samples of each source."""
+        return [order.n for order in self.orders]
+
+    def is_within(self, n_samples: int, published: Sequence[int] | None = None) -> bool:
+        """Return whether the first `n_samples` of the run are among the first `published` samples of each source, by
+        default the samples that this process can read."""
+        most = [order.published for order in self.orders] if published is None else published
+        return bool((self.taken(n_samples) <= np.array(most)).all())
 
     def taken(self, n_samples: int) -> np.ndarray:
         """Return the number of each source's samples among the run's first `n_samples`; int64 [sources]."""
@@ -124,7 +136,7 @@ class MixtureOrder:
             sources[here] = stage.source_of(n)
             counts = self._taken_before[number] + stage.counts(n)
             samples[here] = np.take_along_axis(counts, sources[here][:, None], axis=1)[:, 0]
-        for source, order in enumerate(self._orders):
+        for source, order in enumerate(self.orders):
             here = sources == source
             samples[here] = order(samples[here])
         return sources, samples
@@ -132,7 +144,7 @@ class MixtureOrder:
     def __call__(self, global_index: np.ndarray) -> np.ndarray:
         """Return the sample at each running index, as `MixedSamples` numbers them."""
         sources, samples = self.located(global_index)
-        return np.concatenate([[0], np.cumsum(self.sizes)])[sources] + samples
+        return np.concatenate([[0], np.cumsum([order.numbers for order in self.orders])])[sources] + samples
 
 
 class MixedSamples:
@@ -143,6 +155,7 @@ class MixedSamples:
         self.sources, self.seq_len = tuple(sources), sources[0].seq_len
         self.sizes = [len(source) for source in sources] if sizes is None else list(sizes)
         self.padded = any(source.padded for source in sources)
+        self.mirrored = any(source.mirrored for source in sources)
         self._ends = np.cumsum(self.sizes)
 
     def __len__(self) -> int:

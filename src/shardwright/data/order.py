@@ -68,6 +68,19 @@ class SampleOrder:
             samples[here] = Permutation(self.n, key)(positions[here])
         return samples
 
+    def grow(self) -> None:
+        """Do nothing: no samples are added."""
+
+    @property
+    def published(self) -> int:
+        """All samples can be taken."""
+        return LARGEST_N
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers the samples of this source have among the samples of all sources."""
+        return self.n
+
 
 def keyed_fractions(key: tuple[int, ...], indices: np.ndarray) -> np.ndarray:
     """Return a number in [0, 1) for each index, fixed by the key; used for choices by document number."""

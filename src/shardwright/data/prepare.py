@@ -1,15 +1,17 @@
 """Tokenises a corpus into a folder: train or load a tokenizer, encode on all cores, write shards, publish.
 
 Everything is written to a folder next to OUT, `OUT.partial-<pid>-<host>`, and renamed to OUT when it is complete and on
-disk. A prepare that is killed leaves no OUT; the next one on the same machine deletes its partial folder. Memory holds
-two batches of text and their ids, for a corpus of any size.
+disk. A prepare that is killed leaves no OUT; the next one on the same machine deletes its partial folder. With
+`publish`, shards are written to OUT itself, where the manifest lists the complete shards, and a prepare that was
+killed is continued (`publication`). Memory holds two batches of text and their ids, for a corpus of any size.
 """
 
+import contextlib
+import functools
 import hashlib
 import itertools
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,29 +19,23 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shardwright.data import blocks
 from shardwright.data.chat import MOST_NAMES, TEMPLATE, ChatFormat, read_chat_format
-from shardwright.data.encoding import Joiner, TextSection, TextWindow, answer_sections, encode, windows
+from shardwright.data.corpus_writer import CorpusWriter, token_dtype
+from shardwright.data.encoding import TextSection, answer_sections
 from shardwright.data.order import keyed_fractions
 from shardwright.data.pairs import PairFormat
+from shardwright.data.publication import Publication, publishing
 from shardwright.data.remote import size_bytes
-from shardwright.data.shards import MANIFEST
 from shardwright.data.sources import HUB, Document, EncodingErrors, Meter, documents, source_files
-from shardwright.data.token_manifest import TOKENIZER, DataManifest
-from shardwright.data.tokenizer import TextTokenizer, all_cores, load_tokenizer, train_bpe
-from shardwright.data.writer import SplitWriter
-from shardwright.system.control_groups import usable_cores
+from shardwright.data.token_manifest import MANIFEST, TOKENIZER, DataManifest, UnfinishedPrepare
+from shardwright.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe
 from shardwright.system.errors import DataError
-from shardwright.system.files import new_folder, real_path
+from shardwright.system.files import LOCK, new_folder, real_path, write_whole
 from shardwright.system.remote import REMOTE
 from shardwright.system.units import MiB, counted
 from shardwright.system.version import PACKAGE_VERSION
 
 DataFormat = Literal["text", "chat", "preference"]
-TRAIN, VALIDATION = "train", "validation"
-# The tokenizers library holds about 100 bytes a token while it encodes: 35 times the text.
-BATCH_BYTES_PER_CORE = 2 * MiB
-LARGEST_BATCH_BYTES = 32 * MiB
 NO_ROOM_HINT = ". Tokens take half the size of most text, all of it with a vocabulary above 65,536"
 
 
@@ -107,16 +103,20 @@ class _Corpus:
                 yield number, replace(document, pieces=itertools.chain([first], document.pieces))
                 number += 1
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """The settings that define the documents."""
+        kind = "text" if self.chat is None else "chat" if self.chat.per_record == 1 else "preference"
+        return {name: value for name, value in vars(self).items() if name != "chat"} | {"format": kind}
+
     def described(self, meter: Meter) -> dict[str, Any]:
         """Return the manifest's description of the source."""
         counts: dict[str, Any] = {
-            "format": "text" if self.chat is None else "chat" if self.chat.per_record == 1 else "preference",
             "read_bytes": meter.read_bytes,
             "skipped": meter.n_skipped,
             "bad": meter.n_bad,
             "replaced": meter.n_replaced,
         }
-        given = {name: value for name, value in vars(self).items() if name != "chat"}
         if self.chat is not None and self.chat.writes_date:
             counts["date"] = datetime.fromtimestamp(self.chat.now, UTC).isoformat(timespec="seconds")
         if meter.n_structured:
@@ -124,7 +124,7 @@ class _Corpus:
         if self.chat is not None and self.chat.unread:
             more = ["and maybe more"] if len(self.chat.unread) == MOST_NAMES else []
             counts["unread"] = sorted(self.chat.unread) + more
-        return given | counts | ({"skipped_first": meter.skipped} if meter.skipped else {})
+        return self.given | counts | ({"skipped_first": meter.skipped} if meter.skipped else {})
 
 
 def prepare(
@@ -138,6 +138,7 @@ def prepare(
     validation: float = 0.01,
     seed: int = 0,
     shard_tokens: int = 100_000_000,
+    max_tokens: int | None = None,
     format: DataFormat = "text",
     chat_template: str | Path | None = None,
     text_key: str = "text",
@@ -145,6 +146,7 @@ def prepare(
     encoding_errors: EncodingErrors = "error",
     skip_bad: bool = False,
     overwrite: bool = False,
+    publish: bool = False,
     progress: Callable[[PrepareProgress], None] | None = None,
 ) -> DataManifest:
     """Tokenise `source` (see `sources.documents`) into the new folder `out`, and return its manifest.
@@ -156,10 +158,20 @@ def prepare(
     the fraction `validation` of the documents, chosen by a hash of (seed, document number), goes to the split
     "validation"; with two or more documents both splits have one. The same call writes the same bytes.
 
+    `max_tokens`: end with the document that reaches this number of tokens, over all splits; the rest of the source is
+    not encoded. With `publish`, a run can train on the shards of `out` that are complete while others are written, and
+    the same call continues a prepare that ended before its end. It reads the source from the start, and encodes the
+    documents that are not published.
+
     Raises DataError for bad input, a full disk, and an `out` that exists (`overwrite` replaces it, once the new one is
-    complete). Nothing is left behind then.
+    complete). Nothing is left behind then, except with `publish`.
     """
-    _check(validation, shard_tokens=shard_tokens, tokenizer_sample=tokenizer_sample)
+    _check(
+        validation,
+        shard_tokens=shard_tokens,
+        tokenizer_sample=tokenizer_sample,
+        max_tokens=1 if max_tokens is None else max_tokens,
+    )
     if chat_template is not None and format == "text":
         raise DataError("--chat-template writes conversations; add --format chat or --format preference")
     loaded = None if tokenizer is None else load_tokenizer(tokenizer, separator)
@@ -174,22 +186,73 @@ def prepare(
     ):
         raise DataError(f"out={out} is inside the source {source}: it would read what it writes; choose another")
     report = _ProgressReporter(corpus.total_bytes(), progress)
-    with new_folder(Path(out), lambda place: _may_replace(place, overwrite), DataError, NO_ROOM_HINT) as folder:
-        if loaded is None:
-            texts = _sample(corpus, seed, tokenizer_sample, report)
-            loaded = train_bpe(texts, vocab_size, sample_bytes=tokenizer_sample)
-        meter = Meter()
-        written = _write_tokens(corpus, folder, loaded, validation, seed, shard_tokens, meter, report)
-        manifest = DataManifest(
+    options = {"validation": validation, "seed": seed, "shard_tokens": shard_tokens}
+    if max_tokens is not None:
+        options["max_tokens"] = max_tokens
+    if publish and overwrite:
+        raise DataError(f"--overwrite replaces {out} at the end, and --publish adds shards to it; leave one out")
+    place = publishing(Path(out), {"source": corpus.given, "options": options}) if publish else contextlib.nullcontext()
+    with place as begun:
+        if begun is not None and begun.manifest is not None and begun.manifest.unfinished is None:
+            return begun.manifest
+        with (
+            contextlib.nullcontext(begun.folder)
+            if begun is not None
+            else new_folder(Path(out), lambda place: _may_replace(place, overwrite), DataError, NO_ROOM_HINT)
+        ) as folder:
+            if loaded is None and begun is not None and begun.manifest is not None:
+                loaded = load_tokenizer(folder / TOKENIZER, begun.manifest.separator)
+            elif loaded is None:
+                texts = _sample(corpus, seed, tokenizer_sample, report)
+                loaded = train_bpe(texts, vocab_size, sample_bytes=tokenizer_sample)
+            return _write(corpus, folder, loaded, options, report, begun)
+
+
+def _write(
+    corpus: _Corpus,
+    folder: Path,
+    tokenizer: TextTokenizer,
+    options: dict[str, Any],
+    report: _ProgressReporter,
+    begun: Publication | None,
+) -> DataManifest:
+    """Write the tokens and the manifest, which with `begun` lists the complete shards while more are written."""
+    meter, chat = Meter(), corpus.chat
+    if begun is not None:
+        begun.require_tokenizer(tokenizer, chat)
+    of_tokenizer = _tokenizer_kept(folder, tokenizer, chat)
+    writer = CorpusWriter(
+        folder,
+        tokenizer,
+        **options,
+        per_record=1 if chat is None else chat.per_record,
+        masked=chat is not None,
+        begun=None if begun is None else begun.manifest,
+    )
+
+    def write_manifest(entries: dict[str, Any], unfinished: UnfinishedPrepare | None) -> DataManifest:
+        return DataManifest(
             created_by=f"shardwright {PACKAGE_VERSION}",
-            dtype=_dtype(loaded),
-            **_tokenizer_kept(folder, loaded, chat),
-            **written,
-            pairs=format == "preference",
-            source=corpus.described(meter) | _plain_markers(loaded, chat),
-            options={"validation": validation, "seed": seed, "shard_tokens": shard_tokens},
-        )
-        return manifest.written(folder)
+            dtype=token_dtype(tokenizer),
+            **of_tokenizer,
+            **entries,
+            pairs=isinstance(chat, PairFormat),
+            publication=None if begun is None else begun.name,
+            unfinished=unfinished,
+            source=corpus.described(meter) | _plain_markers(tokenizer, chat),
+            options=options,
+        ).written(folder)
+
+    writer.write(
+        corpus.sections(meter, tokenizer),
+        functools.partial(report, "tokens", meter),
+        None if begun is None else write_manifest,
+    )
+    if not writer.n_documents:
+        n_left_out = meter.n_skipped + meter.n_bad
+        left_out = f" ({counted(n_left_out, 'document')} skipped; the first: {meter.skipped[0]})" if n_left_out else ""
+        raise DataError(f"{corpus.source}: there is no text in it{left_out}")
+    return write_manifest(writer.entries(), None)
 
 
 def _check(validation: float, **least_1: int) -> None:
@@ -202,7 +265,7 @@ def _check(validation: float, **least_1: int) -> None:
 
 def _kept(path: Path, content: bytes) -> str:
     """Write a file and return its checksum."""
-    path.write_bytes(content)
+    write_whole(path, content)
     return hashlib.sha256(content).hexdigest()
 
 
@@ -256,100 +319,11 @@ def _may_replace(out: Path, overwrite: bool) -> None:
         manifest = DataManifest.read(out, check_files=False)
     except DataError as error:
         raise DataError(f"--overwrite replaces only what prepare made: {error}") from None
-    if others := sorted(present - {MANIFEST, *manifest.sha256_of_files}):
+    if others := sorted(present - {LOCK, MANIFEST, *manifest.sha256_of_files}):
         raise DataError(
             f"{out}: --overwrite would delete files that prepare did not make: {', '.join(others[:5])}; move them "
             f"away first"
         )
-
-
-def _write_tokens(
-    corpus: _Corpus,
-    folder: Path,
-    tokenizer: TextTokenizer,
-    validation: float,
-    seed: int,
-    shard_tokens: int,
-    meter: Meter,
-    report: _ProgressReporter,
-) -> dict[str, Any]:
-    """Write every document; return the manifest's entries for the splits."""
-    names = (TRAIN, VALIDATION) if validation > 0 else (TRAIN,)
-    dtype = np.dtype(_dtype(tokenizer)).newbyteorder("<")
-    writers = {
-        name: SplitWriter(folder, name, dtype, tokenizer.separator_id, shard_tokens, corpus.chat is not None)
-        for name in names
-    }
-    written = -1
-    per_record = 1 if corpus.chat is None else corpus.chat.per_record
-    ends_trained = True  # whether the separator of the document that is being written is trained on
-    joiner = Joiner(tokenizer)
-
-    def write(parts: list[TextWindow], encoded: "Future[list[Any]]") -> None:
-        nonlocal written, ends_trained
-        for window, encoding in zip(parts, encoded.result(), strict=True):
-            section = window.section
-            if section.document != written:
-                if written >= 0:
-                    writers[_split_of(written // per_record, validation, seed)].end_document(ends_trained)
-                written = section.document
-            for ids, trained in joiner.add(window, encoding):
-                writers[_split_of(written // per_record, validation, seed)].write(ids.astype(dtype), trained)
-                ends_trained = bool(np.all(np.atleast_1d(trained)[-1:])) and not section.closed
-        n_tokens = sum(writer.n_tokens for writer in writers.values())
-        report("tokens", meter, written + 1, n_tokens)
-
-    try:
-        # One batch is encoded while the one before is written and the one after is read.
-        with all_cores(), ThreadPoolExecutor(1) as encoder:
-            waiting: tuple[list[TextWindow], Future[list[Any]]] | None = None
-            for parts in _batches(corpus.sections(meter, tokenizer)):
-                encoded = encoder.submit(encode, tokenizer, parts)
-                if waiting is not None:
-                    write(*waiting)
-                waiting = parts, encoded
-            if waiting is not None:
-                write(*waiting)
-        if written < 0:
-            n_left_out = meter.n_skipped + meter.n_bad
-            left_out = (
-                f" ({counted(n_left_out, 'document')} skipped; the first: {meter.skipped[0]})" if n_left_out else ""
-            )
-            raise DataError(f"{corpus.source}: there is no text in it{left_out}")
-        writers[_split_of(written // per_record, validation, seed)].end_document(ends_trained)
-    finally:
-        for writer in writers.values():
-            writer.close()
-    return {
-        "block_bytes": blocks.BLOCK_BYTES,
-        "largest_id": max(writer.largest_id for writer in writers.values()),
-        "splits": {name: writer.split() for name, writer in writers.items()},
-    }
-
-
-def _batches(sections: Iterator[TextSection]) -> Iterator[list[TextWindow]]:
-    """Yield windows in groups that are large enough for every core."""
-    enough = min(usable_cores() * BATCH_BYTES_PER_CORE, LARGEST_BATCH_BYTES)
-    gathered: list[TextWindow] = []
-    size = 0
-    for section in sections:
-        for window in windows(section):
-            gathered.append(window)
-            size += len(window.text)
-            if size >= enough:
-                yield gathered
-                gathered, size = [], 0
-    if gathered:
-        yield gathered
-
-
-def _split_of(document: int, validation: float, seed: int) -> str:
-    # A stream does not know how many documents follow, so the first goes to `train` and the second to `validation`.
-    if validation == 0 or document == 0:
-        return TRAIN
-    if document == 1 or keyed_fractions((seed,), np.array(document))[0] < validation:
-        return VALIDATION
-    return TRAIN
 
 
 def _sample(corpus: _Corpus, seed: int, sample_bytes: int, report: _ProgressReporter) -> Iterator[str]:
@@ -362,7 +336,3 @@ def _sample(corpus: _Corpus, seed: int, sample_bytes: int, report: _ProgressRepo
         if i % 64 == 0:
             report("tokenizer", meter, number + 1)
     report("tokenizer", meter, number + 1)
-
-
-def _dtype(tokenizer: TextTokenizer) -> Any:
-    return "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"

@@ -6,6 +6,8 @@ loss (its target becomes IGNORE). In conversations only the tokens of answers co
 Lengths of the documents in packed sequences, and their effect on attention; no torch.
 """
 
+from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
@@ -28,6 +30,8 @@ class Samples(Protocol):
     seq_len: int
     padded: bool
     """Whether samples may end with padding."""
+    mirrored: bool
+    """Whether tokens are at a URL, so that `fetch_samples` reads them."""
 
     def __len__(self) -> int: ...
 
@@ -57,7 +61,7 @@ class Samples(Protocol):
 def fetch_samples(samples: Samples, indices: Iterable[int]) -> None:
     """Read samples of tokens at a URL, many at once, which makes later reads local; nothing for tokens on this disk."""
     spans: dict[TokenSplit, list[tuple[int, int]]] = {}
-    for i in indices:
+    for i in indices if samples.mirrored else ():
         split, start = samples.origin(i)
         if split.mirrored:
             spans.setdefault(split, []).append((start, samples.span(i)[1]))
@@ -65,7 +69,39 @@ def fetch_samples(samples: Samples, indices: Iterable[int]) -> None:
         split.fetch(of_split)
 
 
-class PackedSamples:
+class SplitSamples(ABC):
+    """The samples of one split; more of them when the split grows (`TokenSplit.grow`)."""
+
+    def __init__(self, split: TokenSplit, seq_len: int, padded: bool) -> None:
+        if seq_len < 1:
+            raise DataError(f"seq_len={seq_len} must be at least 1")
+        self.split, self.seq_len, self.padded, self.mirrored = split, seq_len, padded, split.mirrored
+
+    def origin(self, i: int) -> tuple[TokenSplit, int]:
+        return self.split, self.span(i)[0]
+
+    def shard_ends(self) -> list[int]:
+        """Return the number of samples whose tokens are in the first n shards, for n = 1, 2, ..."""
+        numbers = range(len(self))
+        return [bisect_right(numbers, end, key=lambda i: sum(self.span(i))) for end in self.split.token_ends]
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def span(self, i: int) -> tuple[int, int]: ...
+
+    @abstractmethod
+    def read(self, i: int) -> tuple[np.ndarray, np.ndarray]: ...
+
+    @abstractmethod
+    def documents(self, i: int) -> list[int]: ...
+
+    @abstractmethod
+    def document_lengths(self) -> np.ndarray: ...
+
+
+class PackedSamples(SplitSamples):
     """The split as one sequence of tokens, split every seq_len: no padding, and a sample may span documents.
 
     Sample i reads tokens [i*T, i*T + T) and predicts the successor of each: n = (n_tokens - 1) // T, and each token
@@ -74,10 +110,9 @@ class PackedSamples:
     """
 
     def __init__(self, split: TokenSplit, seq_len: int, *, mask_boundaries: bool = False) -> None:
-        _check_seq_len(seq_len)
-        self.split, self.seq_len, self.mask_boundaries, self.padded = split, seq_len, mask_boundaries, False
-        self._n = (split.n_tokens - 1) // seq_len
-        if self._n < 1:
+        super().__init__(split, seq_len, padded=False)
+        self.mask_boundaries = mask_boundaries
+        if len(self) < 1:
             way_out = "prepare more text" if split.name == "train" else "prepare with a larger --validation"
             if split.n_tokens > 1:
                 way_out = f"use seq_len <= {split.n_tokens - 1}, or {way_out}"
@@ -87,14 +122,11 @@ class PackedSamples:
             )
 
     def __len__(self) -> int:
-        return self._n
-
-    def origin(self, i: int) -> tuple[TokenSplit, int]:
-        return self.split, self.span(i)[0]
+        return max(self.split.n_tokens - 1, 0) // self.seq_len
 
     def span(self, i: int) -> tuple[int, int]:
         """Return (first token, number of tokens) of sample i in the split."""
-        assert 0 <= i < self._n, (i, self._n)
+        assert 0 <= i < len(self), (i, len(self))
         return i * self.seq_len, self.seq_len + 1
 
     def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
@@ -113,7 +145,7 @@ class PackedSamples:
         return packed_lengths(self.split.document_lengths(), self.seq_len)
 
 
-class DocumentSamples:
+class DocumentSamples(SplitSamples):
     """Every document starts its own sample; a long document is split every T, the rest is padded and masked.
 
     A document of L tokens (its separator included) has L - 1 predictions and makes ceil((L - 1) / T) samples; each of
@@ -122,26 +154,29 @@ class DocumentSamples:
     """
 
     def __init__(self, split: TokenSplit, seq_len: int) -> None:
-        _check_seq_len(seq_len)
-        self.split, self.seq_len, self.padded = split, seq_len, True
-        self._sample_ends = np.cumsum((split.document_lengths() - 1 + seq_len - 1) // seq_len)
+        super().__init__(split, seq_len, padded=True)
+        self._known_ends = np.empty(0, np.int64)
         if not len(self):
             raise DataError(
                 f"the {split.name} split has {counted(split.n_tokens, 'token')} in "
                 f"{counted(split.n_documents, 'document')}, nothing to predict; prepare more documents"
             )
 
-    def __len__(self) -> int:
-        return int(self._sample_ends[-1]) if len(self._sample_ends) else 0
+    @property
+    def _sample_ends(self) -> np.ndarray:
+        if len(self._known_ends) != self.split.n_documents:
+            self._known_ends = np.cumsum((self.split.document_lengths() - 1 + self.seq_len - 1) // self.seq_len)
+        return self._known_ends
 
-    def origin(self, i: int) -> tuple[TokenSplit, int]:
-        return self.split, self.span(i)[0]
+    def __len__(self) -> int:
+        return int(ends[-1]) if len(ends := self._sample_ends) else 0
 
     def span(self, i: int) -> tuple[int, int]:
         """Return (first token, number of tokens) of sample i; fewer than seq_len + 1 tokens if the document ends."""
         assert 0 <= i < len(self), (i, len(self))
-        document = int(np.searchsorted(self._sample_ends, i, side="right"))
-        piece = i - (int(self._sample_ends[document - 1]) if document else 0)
+        ends = self._sample_ends
+        document = int(np.searchsorted(ends, i, side="right"))
+        piece = i - (int(ends[document - 1]) if document else 0)
         start = self.split.document_start(document) + piece * self.seq_len
         return start, min(self.seq_len + 1, self.split.document_start(document + 1) - start)
 
@@ -164,7 +199,7 @@ class DocumentSamples:
         return _present(np.full(int(whole.sum()), self.seq_len), last, self.seq_len - last)
 
 
-class PairSamples:
+class PairSamples(SplitSamples):
     """The pairs of answers of a split, as many whole ones in each sample as fit; the rest is padding and masked.
 
     A pair is two documents, each a prompt with an answer and its separator; sample i has consecutive pairs. Padding is
@@ -172,8 +207,7 @@ class PairSamples:
     """
 
     def __init__(self, split: TokenSplit, seq_len: int) -> None:
-        _check_seq_len(seq_len)
-        self.split, self.seq_len, self.padded = split, seq_len, True
+        super().__init__(split, seq_len, padded=True)
         lengths = split.document_lengths().reshape(-1, 2).sum(1)
         if not len(lengths):
             raise DataError(f"{split.folder}: the {split.name} split has no pairs; prepare more records")
@@ -200,9 +234,6 @@ class PairSamples:
         """Return the documents of sample i, each an answer, the chosen one of each pair first."""
         assert 0 <= i < len(self), (i, len(self))
         return range(2 * int(self._ends[i - 1]) if i else 0, 2 * int(self._ends[i]))
-
-    def origin(self, i: int) -> tuple[TokenSplit, int]:
-        return self.split, self.span(i)[0]
 
     def span(self, i: int) -> tuple[int, int]:
         answers = self.answers(i)
@@ -233,22 +264,26 @@ class PairSamples:
         return _present(lengths, np.maximum(self.seq_len - used, 0))
 
 
-def open_sources(config: RunConfig, name: str) -> list[Samples]:
+def open_sources(config: RunConfig, name: str) -> list[SplitSamples]:
     """Return the samples of the split `name` (train, validation) of each source of a run, by its run file; they have
-    the tokens of its longest sequences.
+    the tokens of its longest sequences. With data.order="shards", validation is its first shard, which stays the same
+    while shards are added.
 
     Raises DataError with every problem at once: data that is missing, damaged or has token ids beyond the model's
     vocabulary, sources with different tokenizers, and splits with too few tokens.
     """
     sources = sources_of(config.data)
     problems: list[str] = []
-    samples: dict[str, Samples] = {}
+    samples: dict[str, SplitSamples] = {}
+    by_shards = config.data.order == "shards"
     manifests: dict[str, DataManifest] = {}
     for source in sources:
         called = name_of(source)
         try:
-            split = open_split(source.path, name, config.data.token_cache)
+            n_shards = 1 if by_shards and name == "validation" else None
+            split = open_split(source.path, name, config.data.token_cache, n_shards)
             manifests[called] = split.manifest
+            _check_order(split, source.path, by_shards)
             split.manifest.check_vocabulary(config.spec().vocab_size)
             _check_pairs(split, config.preference.kind)
             samples[called] = samples_of(split, config.data, config.batch.schedule.longest.seq_len)
@@ -261,7 +296,7 @@ def open_sources(config: RunConfig, name: str) -> list[Samples]:
     return list(samples.values())
 
 
-def samples_of(split: TokenSplit, data: DataSection, seq_len: int) -> Samples:
+def samples_of(split: TokenSplit, data: DataSection, seq_len: int) -> SplitSamples:
     """Return the samples of a split, by the run file. Raises DataError for a split that has none."""
     if data.attention == "document" and not split.n_documents:
         raise DataError(
@@ -279,6 +314,17 @@ def samples_of(split: TokenSplit, data: DataSection, seq_len: int) -> Samples:
     if data.sequences == "documents":
         return DocumentSamples(split, seq_len)
     return PackedSamples(split, seq_len, mask_boundaries=data.mask_boundaries)
+
+
+def _check_order(split: TokenSplit, path: str, by_shards: bool) -> None:
+    """Raise DataError if a split cannot be read in the order of the run file."""
+    if split.manifest.unfinished is not None and not by_shards:
+        raise DataError(
+            f"{path}: `data prepare` has published {counted(len(split.token_ends), 'shard')} of {split.name} and not "
+            f"finished, and data.order='all' permutes all samples; set data.order='shards', or wait until it has"
+        )
+    if split.manifest.pairs and by_shards:
+        raise DataError(f"{path} has pairs of answers, which data.order='shards' does not take; set data.order='all'")
 
 
 def _check_pairs(split: TokenSplit, kind: str) -> None:
@@ -314,11 +360,6 @@ def _tokenizer_problems(manifests: dict[str, DataManifest]) -> Iterator[str]:
     for called, manifest in manifests.items():
         if (other := by_tokens[manifest.fingerprint]) != called:
             yield f"sources {called!r} and {other!r} hold the same tokens; keep one, with the sum of the weights"
-
-
-def _check_seq_len(seq_len: int) -> None:
-    if seq_len < 1:
-        raise DataError(f"seq_len={seq_len} must be at least 1")
 
 
 def _present(*lengths: np.ndarray) -> np.ndarray:

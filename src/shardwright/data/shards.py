@@ -16,9 +16,8 @@ continue in the next.
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +25,8 @@ import numpy as np
 from shardwright.config.mixture import sources_of
 from shardwright.config.sections import DataSection, TokenCache
 from shardwright.data.blocks import CheckedFile, SumsFile, n_blocks
-from shardwright.data.mirror import MANIFEST, Mirror, MirroredFile, warm
-from shardwright.data.token_manifest import INDEX_BYTES, DataManifest, Shard
+from shardwright.data.mirror import Mirror, MirroredFile, warm
+from shardwright.data.token_manifest import INDEX_BYTES, MANIFEST, DataManifest, Shard
 from shardwright.system.errors import DataError, nearest
 from shardwright.system.files import open_regular
 from shardwright.system.remote import REMOTE
@@ -41,23 +40,56 @@ DEFAULT_CACHE = TokenCache()
 class TokenSplit:
     """All shards of a split as one array of `n_tokens` ids and `n_documents` documents, read by memory map."""
 
-    def __init__(self, folder: Path, name: str, manifest: DataManifest, mirror: Mirror | None = None) -> None:
-        """`mirror`: of tokens that are not on this disk."""
-        self.folder, self.name, self.manifest = folder, name, manifest
+    def __init__(
+        self, folder: Path, name: str, manifest: DataManifest, mirror: Mirror | None = None, n_shards: int | None = None
+    ) -> None:
+        """`mirror`: of tokens that are not on this disk. `n_shards`: take the first shards only; None: all."""
+        self.folder, self.name, self.manifest, self._mirror = folder, name, manifest, mirror
         self.mirrored = mirror is not None
-        split = manifest.splits[name]
-        self.n_tokens, self.n_documents = split.tokens, split.documents
         self.separator_id = manifest.separator_id
-        self._tokens, self._indices, self._trained = (
-            (
-                list(files)
-                for files in zip(*(_open_files(folder, shard, manifest, mirror) for shard in split.shards), strict=True)
-            )
-            if split.shards
-            else ([], [], [])
-        )
-        self._token_ends = list(accumulate(shard.tokens for shard in split.shards))
-        self._document_ends = list(accumulate(shard.documents for shard in split.shards))
+        self.n_tokens = self.n_documents = 0
+        self._tokens: list[CheckedFile] = []
+        self._indices: list[CheckedFile] = []
+        self._trained: list[CheckedFile | None] = []
+        self._token_ends: list[int] = []
+        self._document_ends: list[int] = []
+        self._append(manifest.splits[name].shards[:n_shards])
+
+    def _append(self, shards: Sequence[Shard]) -> None:
+        for shard in shards:
+            tokens, index, trained = _open_files(self.folder, shard, self.manifest, self._mirror)
+            self._tokens.append(tokens)
+            self._indices.append(index)
+            self._trained.append(trained)
+            self._token_ends.append(self.n_tokens + shard.tokens)
+            self._document_ends.append(self.n_documents + shard.documents)
+            # Last, because another thread may read the split.
+            self.n_tokens, self.n_documents = self._token_ends[-1], self._document_ends[-1]
+
+    @property
+    def token_ends(self) -> list[int]:
+        """The number of tokens up to the end of each shard."""
+        return list(self._token_ends)
+
+    def grow(self) -> bool:
+        """Read the manifest again and append the shards that were published since. Return whether there are any, or
+        the split has become complete. Raises DataError if the folder has other tokens now."""
+        if self.manifest.unfinished is None:
+            return False
+        manifest = self._mirror.refresh() if self._mirror else DataManifest.read(self.folder, check_files=False)
+        before, now = self.manifest, manifest.splits.get(self.name)
+        n = len(self._tokens)
+        if now is None or before.publication != manifest.publication or now.shards[:n] != self._shards:
+            raise DataError(f"{self.folder}: it was replaced while this process reads it; start the run again")
+        if len(now.shards) == n and manifest.unfinished is not None:
+            return False
+        self.manifest = manifest
+        self._append(now.shards[n:])
+        return True
+
+    @property
+    def _shards(self) -> tuple[Shard, ...]:
+        return self.manifest.splits[self.name].shards[: len(self._tokens)]
 
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Return ids [length] from token `start` of the split on, across shards; uint16 or uint32, read-only."""
@@ -160,7 +192,7 @@ class TokenSplit:
 def data_folder(path: str | Path, cache: TokenCache = DEFAULT_CACHE) -> Path:
     """Return the local folder of a folder of tokens: itself, or the mirror of a URL, with its small files. Raises
     DataError."""
-    return mirror.folder if (mirror := _mirror(path, cache)) else Path(path)
+    return mirror[0].folder if (mirror := _mirror(path, cache)) else Path(path)
 
 
 def source_folders(data: DataSection) -> dict[str, Path]:
@@ -173,41 +205,22 @@ def tokenizer_folder(data: DataSection) -> Path:
     return data_folder(sources_of(data)[0].path, data.token_cache)
 
 
-def _mirror(path: str | Path, cache: TokenCache) -> Mirror | None:
-    if REMOTE not in str(path):
-        return None
-    mirror = Mirror.of(str(path), *cache)
-    try:
-        manifest = DataManifest.read(mirror.folder, check_files=False)  # refuses names that lead elsewhere
-    except DataError as error:
-        raise DataError(*(problem.replace(str(mirror.folder), str(path)) for problem in error.problems)) from None
-    sums = manifest.sha256_of_files
-    for split in manifest.splits.values():
-        for shard in split.shards:
-            if not (shard.sums_file and shard.sums_sha256):
-                raise DataError(
-                    f"{path}: format version {manifest.format_version} has no checksums of blocks, without which "
-                    f"tokens are not read from a URL; prepare the data again, or copy the folder to this machine"
-                )
-            for name in (shard.file, shard.trained_file):
-                if name and sums.pop(name, None):
-                    mirror.reserve(name, manifest.n_bytes_of_files(shard)[name])
-    mirror.check_bound()
-    for name, sha256 in sums.items():
-        mirror.copy(name, sha256)
-    return mirror
+def _mirror(path: str | Path, cache: TokenCache) -> tuple[Mirror, DataManifest] | None:
+    return Mirror.of(str(path), *cache) if REMOTE in str(path) else None
 
 
-def open_split(directory: str | Path, name: str, cache: TokenCache = DEFAULT_CACHE) -> TokenSplit:
-    """Return the split `name` ("train", "validation") of a folder of tokens, which may be at a URL; raises as
-    DataManifest.read does."""
-    mirror = _mirror(directory, cache)
+def open_split(
+    directory: str | Path, name: str, cache: TokenCache = DEFAULT_CACHE, n_shards: int | None = None
+) -> TokenSplit:
+    """Return the split `name` ("train", "validation") of a folder of tokens, which may be at a URL, or its first
+    `n_shards` shards; raises as DataManifest.read does."""
+    mirror, manifest = _mirror(directory, cache) or (None, None)
     folder = mirror.folder if mirror else Path(directory)
-    manifest = DataManifest.read(folder)
+    manifest = manifest or DataManifest.read(folder)
     if name not in manifest.splits:
         there = nearest(name, manifest.splits) if manifest.splits else "it has none; prepare the data again"
         raise DataError(f"{directory}: no split {name!r}; {there}")
-    split = TokenSplit(folder, name, manifest, mirror)
+    split = TokenSplit(folder, name, manifest, mirror, n_shards)
     split.check_index()
     return split
 

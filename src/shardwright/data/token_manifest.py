@@ -10,14 +10,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardwright.data.blocks import BLOCK_BYTES, SUM_BYTES, n_blocks
 from shardwright.data.chat import TEMPLATE
-from shardwright.data.mirror import MANIFEST
 from shardwright.system.errors import DataError, near_path, without_secrets
-from shardwright.system.files import LONGEST_TOKENIZER, inside, parse_json, read_bytes
+from shardwright.system.files import LONGEST_TOKENIZER, inside, parse_json, read_bytes, write_whole
 
 FORMAT = "shardwright.tokens"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Version 2 has masks of conversations. Version 3 has checksums of blocks and the largest token id. Version 4 has a
-checksum of the manifest."""
+checksum of the manifest. Version 5 can list the shards that an unfinished `prepare` has published."""
+MANIFEST = "manifest.json"
 BLOCKS_VERSION = 3
 TOKENIZER = "tokenizer.json"
 INDEX_BYTES = 8
@@ -53,6 +53,14 @@ class DataSplit(_Record):
     shards: tuple[Shard, ...]
 
 
+class UnfinishedPrepare(_Record):
+    """The point that a `prepare` has reached: `documents` of the source are in the shards of the manifest, and
+    `text_xxh3` is the checksum of their text."""
+
+    documents: Count
+    text_xxh3: str
+
+
 class DataManifest(_Record):
     """The contents of a folder of tokens. `source` and `options` record its making; nothing depends on them."""
 
@@ -79,16 +87,21 @@ class DataManifest(_Record):
     pairs: bool = False
     """Whether documents 2i and 2i + 1 of a split are the chosen and the rejected answer of one record."""
     splits: dict[str, DataSplit]
+    publication: str | None = None
+    """Identifies the folder while `prepare --publish` adds shards to it, and afterwards; None for other folders."""
+    unfinished: UnfinishedPrepare | None = None
+    """None once all documents of the source are in the shards."""
     source: dict[str, Any]
     options: dict[str, Any]
     sha256: str | None = None
     """Checksum of all other values; None before version 4."""
 
     def written(self, folder: Path) -> "DataManifest":
-        """Write the manifest with its checksum to `folder`, without secrets, and return it as it can be read back."""
+        """Write the manifest with its checksum to `folder`, without secrets, instead of an earlier one, and return
+        it as it can be read back."""
         raw = parse_json(without_secrets(self.model_dump_json()))
         raw["sha256"] = _digest(raw)
-        (folder / MANIFEST).write_bytes(json.dumps(raw, indent=2).encode() + b"\n")
+        write_whole(folder / MANIFEST, json.dumps(raw, indent=2).encode() + b"\n", durable=True)
         return DataManifest.model_validate(raw)
 
     @staticmethod
@@ -97,8 +110,15 @@ class DataManifest(_Record):
 
         Raises DataError for a folder that is missing, empty, damaged, of a newer format or of another kind.
         """
-        folder = Path(directory)
-        raw = _read_json(folder)
+        return DataManifest._checked(_read_json(Path(directory)), Path(directory), check_files)
+
+    @staticmethod
+    def parsed(content: bytes, folder: Path) -> "DataManifest":
+        """Return the manifest with that content, for files that are to be in `folder`. Raises DataError."""
+        return DataManifest._checked(_parse(content, folder / MANIFEST), folder, False)
+
+    @staticmethod
+    def _checked(raw: Any, folder: Path, check_files: bool) -> "DataManifest":
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             raise DataError(f"{folder}: its {MANIFEST} is not of token shards; they are made by `{PREPARE}`")
         version = raw.get("format_version")
@@ -140,6 +160,12 @@ class DataManifest(_Record):
                 lines.append(" ".join([name, shard.sha256, shard.index_sha256, *masks]))
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
+    def shard_sums(self, split: str) -> list[str]:
+        """Return a short checksum of each shard of a split: equal for equal tokens, documents and masks."""
+        shards = self.splits[split].shards
+        sums = (f"{shard.sha256} {shard.index_sha256} {shard.trained_sha256}" for shard in shards)
+        return [hashlib.sha256(each.encode()).hexdigest()[:12] for each in sums]
+
     @property
     def sha256_of_files(self) -> dict[str, str]:
         """Return the checksum of every file of the folder except the manifest, by name."""
@@ -159,6 +185,11 @@ class DataManifest(_Record):
 
         A tokenizer may have more tokens than the model has rows, if the data has none of them.
         """
+        if self.unfinished is not None and self.vocab_size > model_vocab_size:
+            raise DataError(
+                f"the model's vocab_size={model_vocab_size} is smaller than the {self.vocab_size} tokens of the data's "
+                f"tokenizer, any of which `data prepare` may still write; set it to {self.vocab_size} or more"
+            )
         rows = f"the model's vocab_size={model_vocab_size}"
         fitting = f"{self.vocab_size} or more (the next multiple of 128: {-(-self.vocab_size // 128) * 128})"
         if self.largest_id is not None and self.largest_id >= model_vocab_size:
@@ -274,8 +305,13 @@ def _read_json(folder: Path) -> Any:
         )
         raise DataError(f"{folder}: the folder {contents} {MANIFEST}; token shards are made by `{PREPARE}`")
     try:
-        return parse_json(read_bytes(path))
+        return _parse(read_bytes(path), path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _parse(content: bytes, path: Path) -> Any:
+    try:
+        return parse_json(content)
     except ValueError as error:
         raise DataError(f"{path}: not JSON ({error}); prepare the data again") from None

@@ -40,19 +40,27 @@ class SplitWriter:
     """Takes documents piece by piece and writes them to shards by the rule in `shards`."""
 
     def __init__(
-        self, folder: Path, name: str, dtype: np.dtype, separator_id: int, shard_tokens: int, masked: bool = False
+        self,
+        folder: Path,
+        name: str,
+        dtype: np.dtype,
+        separator_id: int,
+        shard_tokens: int,
+        masked: bool = False,
+        begun: DataSplit | None = None,
     ) -> None:
-        """`masked`: write a mask of the tokens that are trained on next to the tokens."""
+        """`masked`: write a mask of the tokens that are trained on next to the tokens. `begun`: shards that are
+        written already, which the new ones follow."""
         self._folder, self._name, self._dtype, self._shard_tokens = folder, name, dtype, shard_tokens
         self._masked = masked
         self._separator = np.array([separator_id], dtype)
-        self._shards: list[Shard] = []
+        self._shards: list[Shard] = [] if begun is None else list(begun.shards)
         self._bin: _HashedFile | None = None
         self._idx: _HashedFile | None = None
         self._trained: _HashedFile | None = None
         self._inside_document = False
         self._shard_token_count = self._shard_document_count = 0
-        self.n_tokens, self.largest_id = 0, 0
+        self.n_tokens, self.largest_id = sum(shard.tokens for shard in self._shards), 0
 
     def write(self, tokens: np.ndarray, trained: np.ndarray | bool = True) -> None:
         """Write more tokens of the current document, and which of them are trained on; the first call after
@@ -76,12 +84,14 @@ class SplitWriter:
             if not len(tokens):
                 return
 
-    def end_document(self, trained: bool = True) -> None:
-        """Write the separator, trained on or not, and start a new shard if this one has reached its size."""
+    def end_document(self, trained: bool = True) -> bool:
+        """Write the separator, trained on or not. Return whether the shard has reached its size, which ends it."""
         self.write(self._separator, trained)
         self._inside_document = False
-        if self._shard_token_count >= self._shard_tokens:
+        full = self._shard_token_count >= self._shard_tokens
+        if full:
             self._close_shard()
+        return full
 
     def close(self) -> None:
         """Finish the last shard; if an error left a document unfinished, only close the files."""
@@ -93,7 +103,7 @@ class SplitWriter:
             self._close_shard()
 
     def split(self) -> DataSplit:
-        """Return the written split, after `close`."""
+        """Return the written split, after `close`, which more documents may follow."""
         return DataSplit(
             tokens=sum(shard.tokens for shard in self._shards),
             documents=sum(shard.documents for shard in self._shards),

@@ -97,7 +97,8 @@ class _EvaluationTask:
 
     def samples(self, split: str) -> dict[str, Samples]:
         """Return the samples of each source. Raises DataError with every problem."""
-        problems, result = [], {}
+        problems: list[str] = []
+        result: dict[str, Samples] = {}
         for name, folder in self.folders.items():
             try:
                 result[name] = samples_of(open_split(folder, split, self.data.token_cache), self.data, self.seq_len)

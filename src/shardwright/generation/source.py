@@ -25,7 +25,7 @@ from shardwright.runs.folder import RUN_FILE
 from shardwright.system.errors import DataError
 from shardwright.system.files import LONGEST_TOKENIZER, inside, read_bytes
 from shardwright.training.checkpoint.manifest import read_manifest
-from shardwright.training.sources import ends_of_text, readable_sources
+from shardwright.training.sources import ends_of_text, is_of, readable_sources
 from shardwright.training.weights import Weights, fill, open_weights
 
 _OTHER_TOKENIZER = "give the model the tokenizer.json that it was trained with"
@@ -138,7 +138,7 @@ def _text_of_data(checkpoint: Path) -> Text:
         folder = tokenizer_folder(section)
         data = DataManifest.read(folder, check_files=False)
         trained_on = read_manifest(checkpoint).data
-        if trained_on is not None and data.fingerprint != trained_on["mixture"]["sources"][0]["fingerprint"]:
+        if trained_on is not None and not is_of(trained_on["mixture"]["sources"][0], data):
             raise DataError(f"{folder} holds other data now than the run was trained on")
     except DataError as error:
         way_out = "a run uses the tokenizer of its data: prepare that folder again as it was"

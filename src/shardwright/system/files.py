@@ -257,9 +257,10 @@ def _problem_of_pipe(path: Path) -> str | None:
     return None
 
 
-def write_whole(path: Path, content: bytes | Iterable[bytes], required: bool = True) -> None:
+def write_whole(path: Path, content: bytes | Iterable[bytes], required: bool = True, durable: bool = False) -> None:
     """Write a file, from one or several parts, and replace an existing regular file. Raises InputError if the path
-    cannot be written. On a full disk the existing file stays, and FullError is raised if the file is `required`."""
+    cannot be written. On a full disk the existing file stays, and FullError is raised if the file is `required`.
+    `durable`: return when file and folder are on disk."""
     parts = [content] if isinstance(content, bytes) else content
     if (problem := problem_of_place(path)) is not None:
         raise InputError(problem)
@@ -275,7 +276,12 @@ def write_whole(path: Path, content: bytes | Iterable[bytes], required: bool = T
         fresh.unlink(missing_ok=True)
         with fresh.open("xb") as file:
             file.writelines(parts)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(fresh, path)
+        if durable:
+            _sync(path.parent)
     except OSError as error:
         if error.errno in NO_ROOM:
             if required:
@@ -449,17 +455,17 @@ def _text_of_lock(folder: Path) -> str:
     return read_bytes(inside(folder, LOCK)).decode(errors="replace")
 
 
-def _used_by(folder: Path) -> str:
+def _used_by(folder: Path, another: str = "--set out=...") -> str:
     owner = _text_of_lock(folder).strip()
     return (
-        f"{folder} is in use by {owner or 'another process'}; wait for it to end, or name another folder with "
-        f"--set out=..."
+        f"{folder} is in use by {owner or 'another process'}; wait for it to end, or name another folder with {another}"
     )
 
 
 @contextlib.contextmanager
-def sole_owner(folder: Path) -> Iterator[None]:
-    """Own a folder during the block and create it if needed. The end of the process also releases it.
+def sole_owner(folder: Path, another: str = "--set out=...") -> Iterator[None]:
+    """Own a folder during the block and create it if needed. The end of the process also releases it. `another`: the
+    option that names another folder, for messages.
 
     Raises InputError, with the owner's process, if another process owns the folder.
     """
@@ -467,12 +473,12 @@ def sole_owner(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK).open("a+")
     except OSError as error:
-        raise InputError(f"{folder} cannot be written: {error.strerror}; name another with --set out=...") from None
+        raise InputError(f"{folder} cannot be written: {error.strerror}; name another with {another}") from None
     with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InputError(_used_by(folder)) from None
+            raise InputError(_used_by(folder, another)) from None
         except OSError:
             pass  # a file system without locks: ownership cannot be checked
         file.truncate(0)

@@ -9,6 +9,7 @@ import torch
 from shardwright.config import RunConfig
 from shardwright.config.batch import BatchStage
 from shardwright.data.mixture import MixtureOrder
+from shardwright.data.order import LARGEST_N
 from shardwright.report.words import batch_in_words, layout_in_words, learning_rate_in_words, model_in_words
 from shardwright.runs.folder import now
 from shardwright.runs.records import StartRecord
@@ -67,9 +68,10 @@ def _sources(
     ]
     return [
         (f"source  {name}: {share}; " if sources.mixed else "")
-        + f"{now - then:.3g} epochs of the {size} tokens in {folder}"
-        for name, share, then, now, size, folder in zip(
-            sources.names, shares, before, after, sizes, sources.folders, strict=True
+        + f"{now - then:.3g} epochs of the {size} tokens {'' if each.published == LARGEST_N else 'published so far '}"
+        + f"in {folder}"
+        for name, share, then, now, size, folder, each in zip(
+            sources.names, shares, before, after, sizes, sources.folders, order.orders, strict=True
         )
     ]
 

@@ -4,7 +4,7 @@
     each step:  before_step, the step itself (takes_step), after_step
                 if an action is due:  before_reading, numbers and on_log, on_evaluation, on_save
                 end_step
-    on_stop, if a signal stops the run before its last step
+    on_stop, if a signal, or data that is not published, stops the run before its last step
 
 Every rank runs this loop. All ranks stop after the same step (`StopRequest`) and roll back to the same checkpoint.
 
@@ -44,11 +44,12 @@ class TrainLoop:
         batches: Callable[[RunStart], Batches],
         phases: Phases,
         asked_to_stop: Callable[[], bool],
+        has_data: Callable[[Batches, Callable[[], None]], bool] = lambda batches, beat: True,
     ) -> None:
         """`batches`: opens the batches after a start. `asked_to_stop`: returns whether a signal asked any rank to
-        stop, equal on every rank."""
+        stop, equal on every rank. `has_data`: waits for the next batch (`PublishedSamples.wait`)."""
         self.config, self.trainer, self.hooks = config, trainer, hooks
-        self.batches, self.phases, self.asked_to_stop = batches, phases, asked_to_stop
+        self.batches, self.phases, self.asked_to_stop, self.has_data = batches, phases, asked_to_stop, has_data
         self.step = 0
         trainer.take_steps_if(self._takes_step)
 
@@ -68,6 +69,8 @@ class TrainLoop:
             for hook in self.hooks:
                 hook.on_start(start)
             while self.step < self.config.steps and not self.asked_to_stop():
+                if not self.has_data(batches, lambda: self.phases.begin("data", self.step)):
+                    break
                 taken = self._take(batches)
                 self.step = taken.step
                 for hook in self.hooks:

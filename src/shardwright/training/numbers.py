@@ -95,7 +95,7 @@ class LogNumbers(Hook):
             more = {name: value for name, value in numbers.items() if name not in _FIELDS}
             self.log.write(TrainRecord(step=taken.step, time=now(), **known), more)
         if self.log.traces:
-            self.log.trace(step_spans(self._logged, self.clock.spans()))
+            self.log.trace(step_spans(self._logged, self.clock.spans(), self.log.rank))
         self._logged = taken.step
         self.clock.restart()
 
@@ -218,13 +218,13 @@ class Evaluate(Hook):
         return [self.samples.sources.mean(step, {name: of[at] for name, of in means.items()}) for at in places]
 
 
-def step_spans(step: int, spans: Iterable[tuple[str, float, float]]) -> list[StepSpan]:
-    """Return phases in the order of time with the numbers of their steps. `step`: steps done before them. A step starts
-    with data."""
+def step_spans(step: int, spans: Iterable[tuple[str, float, float]], rank: int = 0) -> list[StepSpan]:
+    """Return phases of a rank in the order of time with the numbers of their steps. `step`: steps done before them. A
+    step starts with data."""
     numbered = []
     for phase, start_s, end_s in spans:
         step += phase == PHASES[0]
-        numbered.append(StepSpan(step, phase, start_s, end_s))
+        numbered.append(StepSpan(step, phase, start_s, end_s, rank))
     return numbered
 
 

@@ -9,7 +9,7 @@ import torch
 
 from shardwright.config import RunConfig
 from shardwright.runs.folder import RUN_FILE
-from shardwright.system.errors import cleaning_up
+from shardwright.system.errors import DataError, cleaning_up
 from shardwright.system.files import sole_owner, write_whole
 from shardwright.system.units import counted
 from shardwright.training.base_weights import base_record, fill_base
@@ -26,6 +26,7 @@ from shardwright.training.kept import changes_since, kept_run_file, rate_change
 from shardwright.training.loop import StopRequest, TrainLoop
 from shardwright.training.numbers import Evaluate, LogNumbers
 from shardwright.training.profiling import ProfileSteps, memory_errors_explained
+from shardwright.training.published import PublishedSamples
 from shardwright.training.ranks import ProcessRank, pick_device, process_group, restarts_of_torchrun
 from shardwright.training.references import run_references
 from shardwright.training.resilience.after_spike import AfterSpike, ReportSkipped
@@ -102,7 +103,8 @@ def _run(
     saving = SaveCheckpoints(config, checkpoints, trainer, samples, log, phases)
     stop = StopRequest()
     hooks = build_hooks(config, place, device, trainer, samples, log, clock, phases, saving, stop.everyone)
-    loop = TrainLoop(config, trainer, hooks, samples.batches, phases, stop.everyone)
+    published = PublishedSamples(samples, lambda: stop.asked, log.say)
+    loop = TrainLoop(config, trainer, hooks, samples.batches, phases, stop.everyone, published.wait)
     with log.screen, stop.listening():
         _report_start(config, start, checkpoints, log)
         if log.writes and start.step < config.steps:
@@ -114,6 +116,11 @@ def _run(
                 done = loop.run(start)
             log.end(done)
         stop.settle()
+    if published.shortage is not None:
+        raise DataError(
+            f"{published.shortage}; the run is saved up to step {done} of {config.steps}; continue `data prepare`, "
+            f"then the run with --resume"
+        )
     _report_end(config, start, done, checkpoints, log)
     return done < config.steps
 

@@ -11,10 +11,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from shardwright.config import RunConfig
 from shardwright.runs.records import AnyRecord, EventKind, EventRecord, Record, SamplePlace, append_event, as_record
-from shardwright.system.console import LossyStream, PlainConsole
+from shardwright.system.console import LossyStream, PlainConsole, visible
 from shardwright.system.errors import cleaning_up
 from shardwright.system.units import format_bytes, format_count, format_seconds
-from shardwright.training.writers.table import open_writers
+from shardwright.training.writers.table import open_tracers, open_writers
 from shardwright.training.writers.writer import MetricsWriter, OptionalWriter, StepSpan
 
 
@@ -67,12 +67,15 @@ class Screen(Progress, MetricsWriter):
 
 
 class RunLog:
-    """The screen and the files of one run. On ranks other than 0, each method does nothing."""
+    """The screen and the files of one run. On ranks other than 0, each method does nothing, except that spans are sent
+    with metrics.otlp_ranks="all"."""
 
     def __init__(self, config: RunConfig, rank: int, quiet: bool, first_step: int) -> None:
         self._out, self._rank = Path(config.out), rank
         self.screen = Screen(config.steps, first_step, rank, quiet)
-        self._writers: list[MetricsWriter] = [self.screen, *open_writers(config, first_step)] if rank == 0 else []
+        self._writers: list[MetricsWriter] = (
+            [self.screen, *open_writers(config, first_step)] if rank == 0 else [*open_tracers(config, first_step)]
+        )
         self._step = first_step
         """The step of the last record."""
 
@@ -80,6 +83,11 @@ class RunLog:
     def writes(self) -> bool:
         """Whether this rank writes."""
         return self._rank == 0
+
+    @property
+    def rank(self) -> int:
+        """The rank that this log is of."""
+        return self._rank
 
     def say(self, text: str) -> None:
         """Print a remark."""
@@ -142,6 +150,8 @@ class RunLog:
         for writer in self._optional:
             if (problem := writer.take_problem()) is not None:
                 self.tell("metrics", step, problem)
+                if not self.writes:  # the log file of the rank
+                    print(visible(problem), file=LossyStream("stderr"), flush=True)
 
 
 def line(record: Record, steps: int) -> str:

@@ -1,5 +1,6 @@
 """The data of a run: its sources, the order of its samples, and the records of both in a checkpoint."""
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -13,7 +14,9 @@ from shardwright.config.mixture import Mixture, mixtures_of, name_of, sources_of
 from shardwright.config.sections import DataSection
 from shardwright.data.batches import Batch, Batches, References, evaluation_batches, merged
 from shardwright.data.mixture import MixedSamples, MixtureOrder, MixtureStage, stages_of
-from shardwright.data.samples import PairSamples, Samples, open_sources, samples_of
+from shardwright.data.order import SampleOrder
+from shardwright.data.samples import PairSamples, Samples, SplitSamples, open_sources, samples_of
+from shardwright.data.shard_order import MOST_SAMPLES, ShardOrder
 from shardwright.data.shards import data_folder, tokenizer_folder
 from shardwright.data.token_manifest import TOKENIZER, DataManifest
 from shardwright.data.tokenizer import tokenizer_difference
@@ -26,6 +29,7 @@ from shardwright.training.checkpoint.manifest import (
     CheckpointManifest,
     DataRecord,
     MixtureRecord,
+    SourceRecord,
     StageRecord,
     TrainingProgress,
 )
@@ -66,7 +70,7 @@ class Sources:
         self.names = [name_of(source) for source in sources_of(config.data)]
         self.folders = [source.path for source in sources_of(config.data)]
         self.mixtures = mixtures_of(config.data)
-        opened: dict[str, list[Samples]] = {"validation": []}
+        opened: dict[str, list[SplitSamples]] = {"validation": []}
         problems: list[str] = []
         for split in ("train", "validation") if config.evaluation.samples else ("train",):
             try:
@@ -76,12 +80,14 @@ class Sources:
         if problems:
             raise DataError(*dict.fromkeys(problems))
         self.schedule = config.batch.schedule
-        self.train = MixedSamples(opened["train"])
+        self.by_shards = config.data.order == "shards"
+        self._opened = opened["train"]
+        self.train = MixedSamples(opened["train"], [MOST_SAMPLES] * len(self.names) if self.by_shards else None)
         self.by_length: dict[int, Samples] = {self.train.seq_len: self.train}
         """By number of tokens, the samples of `train` cut into sequences of a stage of the batch."""
         for stage in self.schedule.stages:
             if stage.seq_len not in self.by_length:
-                cut = [samples_of(each.origin(0)[0], config.data, stage.seq_len) for each in opened["train"]]
+                cut = [samples_of(each.split, config.data, stage.seq_len) for each in opened["train"]]
                 sizes = [size * self.schedule.cuts(stage) for size in self.train.sizes]
                 self.by_length[stage.seq_len] = MixedSamples(cut, sizes)
         self.validation = dict(zip(self.names, opened["validation"], strict=False))
@@ -92,12 +98,12 @@ class Sources:
             }
             for seq_len in self.by_length
         }
-        self.fingerprints = [source.origin(0)[0].manifest.fingerprint for source in opened["train"]]
+        self.fingerprints = [source.split.manifest.fingerprint for source in opened["train"]]
 
-    def _attended_tokens(self, samples: Samples, seq_len: int) -> float:
+    def _attended_tokens(self, samples: SplitSamples, seq_len: int) -> float:
         if self.config.data.attention == "sequence":
             return float(seq_len)
-        return attended_tokens(samples_of(samples.origin(0)[0], self.config.data, seq_len).document_lengths())
+        return attended_tokens(samples_of(samples.split, self.config.data, seq_len).document_lengths())
 
     @property
     def mixed(self) -> bool:
@@ -117,7 +123,10 @@ class Sources:
     def order(self, progress: TrainingProgress, past: Sequence[MixtureStage] = ()) -> MixtureOrder:
         """Return the order of samples of a run that has reached `progress` through the stages `past`."""
         stages = stages_of(self.mixtures, self.schedule.samples, past, progress.step, progress.samples)
-        return MixtureOrder(self.config.seed, [len(source) for source in self.train.sources], stages)
+        seed, opened = self.config.seed, self._opened
+        if self.by_shards:
+            return MixtureOrder([ShardOrder(seed, samples, k) for k, samples in enumerate(opened)], stages)
+        return MixtureOrder([SampleOrder(seed, len(samples), k) for k, samples in enumerate(opened)], stages)
 
     def by_name(self, values: Sequence[float]) -> dict[str, float] | None:
         """Return source name -> value, or None for a run on one folder."""
@@ -148,14 +157,20 @@ class Sources:
         """Return the settings that determine sample number n, for a checkpoint's manifest. `stages`: the stages that
         had started by then, or all stages to check whether a run can continue from a checkpoint, which ignores
         `from_sample`."""
-        return {
+        if self.by_shards:
+            sources = [
+                record_of_shards(name, each.split.manifest) for name, each in zip(self.names, self._opened, strict=True)
+            ]
+        else:
+            sources = [
+                SourceRecord(name=name, fingerprint=fingerprint)
+                for name, fingerprint in zip(self.names, self.fingerprints, strict=True)
+            ]
+        data: DataRecord = {
             "seq_len": self.train.seq_len,
             "sequences": self.config.data.sequences,
             "mixture": {
-                "sources": [
-                    {"name": name, "fingerprint": fingerprint}
-                    for name, fingerprint in zip(self.names, self.fingerprints, strict=True)
-                ],
+                "sources": sources,
                 "stages": [
                     StageRecord(
                         from_step=each.from_step,
@@ -166,6 +181,33 @@ class Sources:
                 ],
             },
         }
+        if self.by_shards:
+            data["order"] = "shards"
+        return data
+
+
+def record_of_shards(name: str, manifest: DataManifest) -> SourceRecord:
+    """Return the record of a source whose shards are read one after another and may become more."""
+    fixed = f"{manifest.dtype} {manifest.tokenizer_sha256}"
+    fingerprint = hashlib.sha256(fixed.encode()).hexdigest()
+    return SourceRecord(name=name, fingerprint=fingerprint, shards=manifest.shard_sums("train"))
+
+
+def is_of(record: SourceRecord, manifest: DataManifest) -> bool:
+    """Return whether a record is of the tokens of a data folder."""
+    if "shards" in record:
+        return same_tokens(record, record_of_shards(record["name"], manifest))
+    return record["fingerprint"] == manifest.fingerprint
+
+
+def same_tokens(one: SourceRecord, other: SourceRecord) -> bool:
+    """Return whether two records are of the same tokens or, of shards, whether one has the first shards of the
+    other."""
+    first, second = one.get("shards"), other.get("shards")
+    if first is None or second is None:
+        return first is second and one["fingerprint"] == other["fingerprint"]
+    n = min(len(first), len(second))
+    return one["fingerprint"] == other["fingerprint"] and first[:n] == second[:n]
 
 
 class RunReferences:
@@ -274,6 +316,7 @@ class RunSamples:
             references=None if self.references is None else self.references.train,
             start_sample=start.samples,
             left_out=self.left_out,
+            is_readable=self.order.is_within,
             prefetch=config.data.prefetch,
             pin_memory=self.device.type == "cuda",
         )
@@ -312,13 +355,19 @@ def past_problems(saved: MixtureRecord, here: MixtureRecord, step: int) -> list[
     used = max((len(_trimmed(stage["weights"])) for stage in before), default=0)
     for place in range(used):
         was, given = saved["sources"][place], here["sources"][place] if place < len(here["sources"]) else None
-        if given is None or given["fingerprint"] != was["fingerprint"]:
-            stands = "there is none" if given is None else f"{given['name']!r} ({given['fingerprint'][:12]}...) stands"
+        if given is None or not same_tokens(was, given):
+            stands = "there is none" if given is None else f"{given['name']!r} ({_tokens(given)}) stands"
             found.append(
-                f"source {place + 1} was {was['name']!r} with tokens of fingerprint {was['fingerprint'][:12]}..., and "
+                f"source {place + 1} was {was['name']!r} with tokens of fingerprint {_tokens(was)}, and "
                 f"{stands} there now; keep the sources that were trained on in their order, and append new ones"
             )
     return found
+
+
+def _tokens(record: SourceRecord) -> str:
+    """Format the fingerprint of a source, of shards with the last of them."""
+    shards = record.get("shards") or []
+    return f"{record['fingerprint'][:12]}..." + (f" and {len(shards)} shards up to {shards[-1]}" if shards else "")
 
 
 def _matched(before: list[StageRecord], now: list[StageRecord]) -> list[StageRecord | None]:

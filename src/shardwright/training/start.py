@@ -13,6 +13,7 @@ import torch
 
 from shardwright.config import RunConfig
 from shardwright.config.metrics import MEMORY_ON_CPU
+from shardwright.config.mixture import sources_of
 from shardwright.config.shrink import shrunk
 from shardwright.data.shards import source_folders
 from shardwright.model.modules import rows
@@ -41,11 +42,12 @@ from shardwright.training.checkpoint.local import claim
 from shardwright.training.device import least_state_bytes
 from shardwright.training.initial_weights import initial_weights_problems
 from shardwright.training.launch import launch
+from shardwright.training.preparing import preparing
 from shardwright.training.ranks import ProcessRank, pick_device, place_from_environment
 from shardwright.training.settle import settle
 from shardwright.training.sources import Sources, tokenizer_problems
 from shardwright.training.worker import exit_code
-from shardwright.training.writers.table import missing_extras, writer_problems
+from shardwright.training.writers.table import missing_extras, record_failure, writer_problems
 
 _LOST_PEER_WAIT_S = 3.0
 FOUND_BY_ALL = (SpikeError, CopiesError)
@@ -81,10 +83,20 @@ def start(config: RunConfig, quiet: bool = False, max_restarts: int = 0) -> RunE
             )
         if place is not None and config.faults.min_ranks is not None:
             config = _on_fewer_ranks(config, place.world_size)
-        _prepare(config, place, max_restarts)
-        in_training = True
-        return _train(config, place, quiet, max_restarts)
+        if any(source.prepare for source in sources_of(config.data)):
+            check_run(config, place, max_restarts, with_data=False)
+
+        def say(text: str) -> None:
+            if not quiet and (place is None or place.rank == 0):
+                print(visible(text), file=LossyStream("stdout"), flush=True)
+
+        with preparing(config, place is None or place.rank == 0, say):
+            _prepare(config, place, max_restarts)
+            in_training = True
+            return _train(config, place, quiet, max_restarts)
     except BaseException as error:
+        if in_training and (place is None or place.rank == 0) and not isinstance(error, KeyboardInterrupt):
+            record_failure(config)
         if place is not None and place.world_size > 1:
             raise _of_one_rank(error, place, in_training) from None
         if isinstance(error, ShardwrightError | KeyboardInterrupt):
@@ -113,9 +125,11 @@ def _on_fewer_ranks(config: RunConfig, world_size: int) -> RunConfig:
     return found
 
 
-def check_run(config: RunConfig, place: ProcessRank | None = None, max_restarts: int = 0) -> None:
+def check_run(
+    config: RunConfig, place: ProcessRank | None = None, max_restarts: int = 0, with_data: bool = True
+) -> None:
     """Raise InputError for every problem of a run that can be found without training. `place`: of this process among
-    the ranks that torchrun or srun started; None: all ranks start here."""
+    the ranks that torchrun or srun started; None: all ranks start here. `with_data`: whether the data is there."""
     if config.faults.spares and not max_restarts:
         way_out = "give --max-restarts N, too" if place is None else "torchrun and srun have none: leave it out"
         raise InputError(
@@ -123,7 +137,7 @@ def check_run(config: RunConfig, place: ProcessRank | None = None, max_restarts:
         )
     layout = config.layout.layout()
     layout.check_world(layout.world_size if place is None else place.world_size)
-    _check(config, alone=place is None, serves=place is None or place.rank == 0)
+    _check(config, alone=place is None, serves=place is None or place.rank == 0, with_data=with_data)
 
 
 def _prepare(config: RunConfig, place: ProcessRank | None, max_restarts: int) -> None:
@@ -259,7 +273,7 @@ def _batch_problems(config: RunConfig) -> list[str]:
     ]
 
 
-def _check(config: RunConfig, alone: bool, serves: bool) -> None:
+def _check(config: RunConfig, alone: bool, serves: bool, with_data: bool) -> None:
     """Raise InputError for data that does not fit the model, for a folder that already contains a run and, if
     `alone` (all ranks start here), for a machine that is too small. `serves`: rank 0 is a process of this machine."""
     problems = missing_extras(config) + (writer_problems(config) if serves else [])
@@ -267,10 +281,11 @@ def _check(config: RunConfig, alone: bool, serves: bool) -> None:
         problems.append(MEMORY_ON_CPU.format(device="no GPU here"))
     problems += _batch_problems(config) + (_machine_problems(config) if alone else [])
     try:
-        Sources(config)
+        if with_data:
+            Sources(config)
     except InputError as error:
         problems += error.problems
-    if not config.data.other_tokenizer:
+    if with_data and not config.data.other_tokenizer:
         problems += _tokenizer_problems(config)
     out = Path(config.out)
     problems += (wrong := wrong_kinds(out))

@@ -15,6 +15,8 @@ _ANSWERS = "tests/data/test_samples.py:test_only_the_tokens_of_answers_are_predi
 
 _MIRRORED = "tests/data/test_mirror.py:test_a_mirror_has_the_tokens_of_the_folder_and_keeps_its_bound"
 
+_PUBLISHED = "tests/data/test_publication.py:check_order_across_listings"
+
 STALE: dict[str, AnyBug] = {
     "blocks of a mirror are not compared with their checksums": UnitBug(
         Mutation(
@@ -77,6 +79,22 @@ SCALE: dict[str, AnyBug] = {
     ),
 }
 ORDER: dict[str, AnyBug] = {
+    "the order of a shard depends on the number of published shards": UnitBug(
+        Mutation(
+            "shardwright.data.shard_order:ShardOrder.__call__",
+            "(self.seed, int(epoch), self.source, int(shard))",
+            "(self.seed, int(epoch), self.source, int(shard), len(ends))",
+        ),
+        _PUBLISHED,
+    ),
+    "each epoch of a shard is in the order of the first": UnitBug(
+        Mutation(
+            "shardwright.data.shard_order:ShardOrder.__call__",
+            "(self.seed, int(epoch), self.source, int(shard))",
+            "(self.seed, 0, self.source, int(shard))",
+        ),
+        _PUBLISHED,
+    ),
     "each epoch of a source is in the order of the first": UnitBug(
         Mutation(
             "shardwright.data.order:SampleOrder.__call__",
@@ -95,6 +113,14 @@ ORDER: dict[str, AnyBug] = {
     ),
 }
 OFF_BY_ONE: dict[str, AnyBug] = {
+    "a sample that ends in the next shard is one of the shard before": UnitBug(
+        Mutation(
+            "shardwright.data.samples:SplitSamples.shard_ends",
+            "bisect_right(numbers, end, key=lambda i: sum(self.span(i)))",
+            "bisect_right(numbers, end, key=lambda i: self.span(i)[0])",
+        ),
+        _PUBLISHED,
+    ),
     "a sample that begins with a document is told as one of the document before": UnitBug(
         Mutation(
             "shardwright.data.shards:TokenSplit.document_at",
@@ -121,7 +147,7 @@ RESUME: dict[str, AnyBug] = {
         Mutation(
             f"{_MIXTURE}:MixtureOrder.__init__",
             "taken[-1] + stage.counts(end - stage.from_sample)",
-            "(taken[-1] + stage.counts(end - stage.from_sample)) * (np.arange(len(sizes)) > 0)",
+            "(taken[-1] + stage.counts(end - stage.from_sample)) * (np.arange(len(orders)) > 0)",
         ),
         _STAGE,
     ),

@@ -127,6 +127,9 @@ class SourceRecord(TypedDict):
 
     name: str
     fingerprint: str
+    shards: NotRequired[list[str]]
+    """With data.order="shards", short checksums of the shards that were published; the fingerprint is then the
+    tokenizer's."""
 
 
 @_exact
@@ -153,6 +156,8 @@ class DataRecord(TypedDict):
     seq_len: Count
     sequences: str
     mixture: MixtureRecord
+    order: NotRequired[str]
+    """`data.order`, if it is not "all"."""
     reference: NotRequired[str]
     """The digest of the weights of the reference of a run on pairs of answers."""
 

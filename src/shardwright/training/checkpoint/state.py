@@ -221,6 +221,7 @@ def _other_samples(manifest: CheckpointManifest, data: DataRecord) -> list[str]:
         for key, there, here in (
             ("seq_len", saved["seq_len"], data["seq_len"]),
             ("sequences", saved["sequences"], data["sequences"]),
+            ("order", saved.get("order", "all"), data.get("order", "all")),
         )
         if there != here
     ]

@@ -63,9 +63,7 @@ class MLflow(MetricsWriter):
         self._params = [Param(key, without_secrets(str(value))[:LONGEST_VALUE]) for key, value in values]
 
     def write(self, record: Record) -> None:
-        while self._params:
-            self._client.log_batch(self._run, params=self._params[:MOST_PARAMS])
-            del self._params[:MOST_PARAMS]
+        self._send_params()
         now_ms = int(time.time() * 1000)
         values = {f"{record['kind']}/{key}": float(value) for key, value in numbers_of(record).items()}
         metrics = [
@@ -78,7 +76,18 @@ class MLflow(MetricsWriter):
         self._status = "FINISHED" if step >= self._steps else "KILLED"
 
     def close(self) -> None:
+        self._send_params()
         self._client.set_terminated(self._run, self._status)
+
+    def _send_params(self) -> None:
+        while self._params:
+            self._client.log_batch(self._run, params=self._params[:MOST_PARAMS])
+            del self._params[:MOST_PARAMS]
+
+
+def record_failure(config: RunConfig) -> None:
+    """Set the MLflow run of the folder to FAILED, and make one if rank 0 ended before it could."""
+    MLflow(str(config.metrics.mlflow_uri), config, first_step=1).close()
 
 
 def store_problems(config: RunConfig) -> list[str]:
@@ -124,4 +133,5 @@ MLFLOW_WRITER = WriterKind(
     make=lambda config, first_step: MLflow(str(config.metrics.mlflow_uri), config, first_step),
     problems=store_problems,
     remote=True,
+    record_failure=record_failure,
 )

@@ -71,11 +71,11 @@ class OpenTelemetry(MetricsWriter):
             self._send(self._metric_exporter, data)
 
     def trace(self, spans: Sequence[StepSpan]) -> None:
-        for step, of_step in groupby(spans, lambda span: span.step):
+        for _, of_step in groupby(spans, lambda span: span.step):
             phases = list(of_step)
             inside = [span for span in phases if span.phase in PHASES]
             if inside:
-                root = self._begin("step", step, inside[0].start_s)
+                root = self._begin("step", inside[0])
                 for span in inside:
                     self._record(span, self._within(root))
                 root.end(_ns(inside[-1].end_s))
@@ -97,11 +97,12 @@ class OpenTelemetry(MetricsWriter):
             self._gauges[name] = self._meter.create_gauge(name)
         return self._gauges[name]
 
-    def _begin(self, name: str, step: int, start_s: float, context: Any = None) -> Any:
-        return self._tracer.start_span(name, context, attributes={"step": step}, start_time=_ns(start_s))
+    def _begin(self, name: str, span: StepSpan, context: Any = None) -> Any:
+        attributes = {"step": span.step, "rank": span.rank}
+        return self._tracer.start_span(name, context, attributes=attributes, start_time=_ns(span.start_s))
 
     def _record(self, span: StepSpan, context: Any) -> None:
-        self._begin(span.phase, span.step, span.start_s, context).end(_ns(span.end_s))
+        self._begin(span.phase, span, context).end(_ns(span.end_s))
 
     def _send(self, exporter: Any, content: Any) -> None:
         self._reasons.text = ""

@@ -18,13 +18,14 @@ CLOSE_S = 10.0
 
 
 class StepSpan(NamedTuple):
-    """A phase of step number `step`, counted from 1, on rank 0: its name, start and end in seconds since the epoch.
+    """A phase of step number `step`, counted from 1, on a rank: its name, start and end in seconds since the epoch.
     `evaluation` and `checkpoint` follow the step of their number."""
 
     step: int
     phase: str
     start_s: float
     end_s: float
+    rank: int = 0
 
 
 class MetricsWriter:
@@ -55,7 +56,8 @@ class WriterKind:
     `name`: in messages. `key`: the key of [metrics] that requests the writer. `package`: the Python package that it
     needs; `install`: what pip installs for it, if the name differs. `make`: opens the writer of a run after a number of
     steps. `problems`: what can be checked before the run starts. `remote`: `make` and the methods wait for a server, so
-    a thread calls them. `traces`: the writer takes spans.
+    a thread calls them. `traces`: the writer takes spans. `record_failure`: reports to the destination that the run has
+    failed, without rank 0, which may have been killed.
     """
 
     name: str
@@ -66,6 +68,7 @@ class WriterKind:
     problems: Callable[[RunConfig], list[str]] = lambda config: []
     remote: bool = False
     traces: bool = False
+    record_failure: Callable[[RunConfig], None] = lambda config: None
 
     def requested(self, config: RunConfig) -> bool:
         """Return whether a run file requests this writer."""

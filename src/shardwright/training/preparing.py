@@ -1,0 +1,106 @@
+"""The background processes of a run that publish the shards of its sources: `shardwright data prepare --publish`."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from shardwright.config import RunConfig
+from shardwright.config.mixture import sources_of
+from shardwright.data.token_manifest import MANIFEST, DataManifest
+from shardwright.runs.folder import LOGS
+from shardwright.system.errors import DataError
+from shardwright.system.files import problem_of_owner, read_bytes
+
+POLL_S = 0.2
+MOST_RESTARTS = 3
+"""How often a prepare that was killed is started again before it has published another shard."""
+
+
+@contextmanager
+def preparing(config: RunConfig, starts: bool, say: Callable[[str], None]) -> Iterator[None]:
+    """Publish the sources of a run that have `prepare`, during the block, which begins when each has a shard.
+
+    `starts`: whether this process starts the prepares; otherwise it waits for another rank's. `say`: prints a remark. A
+    prepare that was killed is started again. Prepares that still run are ended after the block; the next run
+    continues them. Raises DataError with the reason of a prepare that fails before its first shard.
+    """
+    with ExitStack() as stack:
+        logs = Path(config.out) / LOGS
+        running = [
+            stack.enter_context(_Prepare(source.prepare, Path(source.path), logs / f"prepare-{number}.log", starts))
+            for number, source in enumerate(sources_of(config.data))
+            if source.prepare
+        ]
+        for each in running:
+            each.wait_for_shard(say)
+        yield
+
+
+class _Prepare:
+    """The prepare of one source, watched by a thread."""
+
+    def __init__(self, arguments: list[str], out: Path, log: Path, starts: bool) -> None:
+        self._command = [sys.executable, "-m", "shardwright", "data", "prepare", *arguments]
+        self._command += ["--out", str(out), "--publish"]
+        self._out, self._log, self._starts = out, log, starts
+        self._failure: str | None = None
+        self._ending = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "_Prepare":
+        # A folder that another prepare writes, perhaps of a run that was killed, only has to be waited for.
+        if self._starts and not self._complete() and problem_of_owner(self._out) is None:
+            self._start()
+            self._thread = threading.Thread(target=self._watch, name="shardwright-prepare", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ending.set()
+        if self._process is not None and self._thread is not None:
+            with suppress(ProcessLookupError):
+                self._process.terminate()
+            self._thread.join()
+
+    def wait_for_shard(self, say: Callable[[str], None]) -> None:
+        """Return when a shard is published. Raises DataError if the prepare fails before."""
+        if not self._has_shard():
+            say(f"waiting for the first shard of {self._out}: {self._log}")
+        while not self._has_shard():
+            if self._failure is not None:
+                raise DataError(self._failure)
+            time.sleep(POLL_S)
+
+    def _start(self) -> None:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def _watch(self) -> None:
+        restarts, published = 0, self._n_shards()
+        while self._process is not None and (code := self._process.wait()) != 0 and not self._ending.is_set():
+            restarts = 0 if self._n_shards() > published else restarts + 1
+            published = self._n_shards()
+            if code > 0 or restarts > MOST_RESTARTS:
+                ended = f"was killed by signal {-code} {restarts} times" if code < 0 else f"ended with code {code}"
+                self._failure = f"`data prepare` of {self._out} {ended}: {self._last_words()}"
+                return
+            self._start()
+
+    def _last_words(self) -> str:
+        lines = read_bytes(self._log).decode(errors="replace").strip().splitlines()
+        return " ".join(lines[-3:]).removeprefix("error: ") if lines else "it printed nothing"
+
+    def _n_shards(self) -> int:
+        return len(DataManifest.read(self._out, check_files=False).splits["train"].shards) if self._has_shard() else 0
+
+    def _has_shard(self) -> bool:
+        return (self._out / MANIFEST).exists()
+
+    def _complete(self) -> bool:
+        return self._has_shard() and DataManifest.read(self._out, check_files=False).unfinished is None

@@ -1,0 +1,65 @@
+"""Waiting for samples that `data prepare --publish` has not published yet; all ranks continue, or stop, together."""
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from shardwright.data.batches import Batches
+from shardwright.training.sources import RunSamples
+
+POLL_S = 0.5
+"""Pause between two looks at the manifests."""
+
+
+class PublishedSamples:
+    """The samples that every rank of a run can read. Without sources that grow, all of them."""
+
+    def __init__(self, samples: RunSamples, asked: Callable[[], bool], say: Callable[[str], None]) -> None:
+        """`asked`: whether a signal asked this rank to stop. `say`: prints a remark."""
+        self.samples, self._asked, self._say = samples, asked, say
+        self.shortage: str | None = None
+        """Why the run ends before its last step, if it waited in vain."""
+        self._agreed = [0] * len(samples.order.orders)
+        """The samples of each source that every rank can read."""
+
+    def wait(self, batches: Batches, beat: Callable[[], None]) -> bool:
+        """Return whether every rank can read the next batch. Wait for it up to `data.wait_s` after the last shard, and
+        until a signal asks any rank to stop. Every rank calls this before each batch. `beat` is called in each pause.
+        """
+        data, order = self.samples.config.data, self.samples.order
+        if data.order == "all":
+            return True
+        needed, ahead = batches.end_of(1), batches.end_of(1 + data.prefetch)
+        since_s, waits = time.monotonic(), False
+        while not order.is_within(ahead, self._agreed):
+            for each in order.orders:
+                each.grow()
+            late = time.monotonic() - since_s >= data.wait_s
+            here = torch.tensor([*(each.published for each in order.orders), -int(self._asked()), -int(late)])
+            dist.all_reduce(here, dist.ReduceOp.MIN)
+            *agreed, asked, late = here.tolist()
+            if agreed != self._agreed:
+                self._agreed, since_s = agreed, time.monotonic()
+            elif late and not order.is_within(needed, self._agreed):
+                self.shortage = f"{self._missing(needed)}; data.wait_s={data.wait_s:g} s have passed"
+                return False
+            if order.is_within(needed, self._agreed):
+                return True
+            if asked:
+                return False
+            if not waits:
+                self._say(f"waiting: {self._missing(needed)}")
+                waits = True
+            beat()
+            time.sleep(POLL_S)
+        return True
+
+    def _missing(self, needed: int) -> str:
+        taken = self.samples.order.taken(needed)
+        return "; ".join(
+            f"the next step takes sample {n:,} of {name}, and `data prepare` has published {published:,}"
+            for name, n, published in zip(self.samples.sources.folders, taken, self._agreed, strict=True)
+            if n > published
+        )

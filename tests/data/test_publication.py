@@ -1,0 +1,192 @@
+"""Proves that a folder that `prepare --publish` adds shards to can be read at any time, that a prepare that is killed
+continues to the same tokens, and that the order of samples does not depend on how many shards were published."""
+
+import os
+import shutil
+from bisect import bisect_left
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+
+from shardwright.config.sections import TokenCache
+from shardwright.data.corpus_writer import VALIDATION
+from shardwright.data.prepare import prepare
+from shardwright.data.samples import DocumentSamples, PackedSamples, SplitSamples
+from shardwright.data.shard_order import ShardOrder
+from shardwright.data.shards import TokenSplit, open_split, verify_checksums
+from shardwright.data.token_manifest import DataManifest, UnfinishedPrepare
+from shardwright.system.errors import DataError
+from tests.data.publications import OPTIONS, corpus, prepare_killed
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that one prepare published from the first document to the last."""
+    folder = tmp_path_factory.mktemp("whole")
+    prepare(corpus(folder / "x.jsonl"), folder / "tokens", **OPTIONS)
+    return folder / "tokens"
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose prepare was killed after some shards, and its source."""
+    folder = tmp_path_factory.mktemp("begun")
+    prepare_killed(corpus(folder / "x.jsonl"), folder / "tokens")
+    return folder
+
+
+def samples_of_all_kinds(split: TokenSplit) -> list[SplitSamples]:
+    return [PackedSamples(split, 16), DocumentSamples(split, 16)]
+
+
+@pytest.mark.parametrize("change", ["text", "fewer"])
+def test_a_source_that_has_changed_is_refused(killed: Path, tmp_path: Path, change: str) -> None:
+    source, kept = killed / "x.jsonl", (killed / "x.jsonl").read_text()
+    tokens = shutil.copytree(killed / "tokens", tmp_path / "tokens")
+    lines = kept.splitlines(keepends=True)
+    source.write_text("".join(lines[:20] if change == "fewer" else [lines[0].replace("a", "b"), *lines[1:]]))
+    with pytest.raises(DataError, match=r"are published, and (it has 20 documents now|their text has changed); give"):
+        prepare(source, tokens, **OPTIONS)
+    source.write_text(kept)
+
+
+def test_a_prepare_that_was_killed_continues_to_the_tokens_of_one_that_was_not(killed: Path, whole: Path) -> None:
+    tokens = killed / "tokens"
+    before = DataManifest.read(tokens)
+    n_shards = len(before.splits["train"].shards)
+    assert before.unfinished is not None
+    assert 1 < n_shards < len(DataManifest.read(whole).splits["train"].shards)
+    assert len(before.splits[VALIDATION].shards) == n_shards, "both splits have the same documents"
+    reader = open_split(tokens, "train")
+    readers = samples_of_all_kinds(reader)
+    orders = [ShardOrder(7, samples) for samples in readers]
+    early = [order(np.arange(order.published)) for order in orders]
+    contents = [[samples.read(int(i)) for i in indices] for samples, indices in zip(readers, early, strict=True)]
+    assert not reader.grow()
+
+    after = prepare(killed / "x.jsonl", tokens, **OPTIONS)
+    assert after.unfinished is None
+    assert after.publication == before.publication
+    complete = DataManifest.read(whole)
+    assert after.fingerprint == complete.fingerprint
+    for name in after.sha256_of_files:
+        assert (tokens / name).read_bytes() == (whole / name).read_bytes(), name
+    assert verify_checksums(tokens) == []
+    assert sorted(os.listdir(tokens)) == sorted(["manifest.json", ".lock", *after.sha256_of_files])
+
+    assert reader.grow()
+    assert not reader.grow()
+    assert (reader.tokens(0, reader.n_tokens) == open_split(whole, "train").tokens(0, reader.n_tokens)).all()
+    for order, samples, indices, read in zip(orders, readers, early, contents, strict=True):
+        order.grow()
+        fresh = ShardOrder(7, type(samples)(open_split(whole, "train"), 16))  # type: ignore[call-arg]
+        g = np.arange(2 * fresh.n)
+        assert (order(g) == fresh(g)).all(), "the order does not depend on when the listing was read"
+        assert (fresh(g[: len(indices)]) == indices).all()
+        assert sorted(fresh(g[: fresh.n])) == sorted(fresh(g[fresh.n :])) == list(range(len(samples)))
+        assert (fresh(g[: fresh.n]) != fresh(g[fresh.n :])).any()
+        for i, (ids, mask) in zip(indices, read, strict=True):
+            assert all((one == other).all() for one, other in zip(fresh.samples.read(int(i)), (ids, mask), strict=True))
+    assert prepare(killed / "x.jsonl", tokens, **OPTIONS) == after, "a complete folder stays as it is"
+
+
+def test_what_is_not_the_same_prepare_is_refused(whole: Path, tmp_path: Path) -> None:
+    source, tokens = whole.parent / "x.jsonl", whole
+    with pytest.raises(DataError, match=r"written with shard_tokens=3000, not 4000; give the same options to continue"):
+        prepare(source, tokens, **OPTIONS | {"shard_tokens": 4_000})
+    with pytest.raises(DataError, match=r"--overwrite replaces .* leave one out"):
+        prepare(source, tokens, overwrite=True, **OPTIONS)
+    prepare(source, tmp_path / "plain", **OPTIONS | {"publish": False})
+    with pytest.raises(DataError, match="was not made with --publish"):
+        prepare(source, tmp_path / "plain", **OPTIONS)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("dear")
+    with pytest.raises(DataError, match=r"files that prepare did not make: letter\.txt"):
+        prepare(source, tmp_path / "mine", **OPTIONS)
+
+
+def test_the_order_does_not_depend_on_the_number_of_published_shards() -> None:
+    check_order_across_listings()
+
+
+def check_order_across_listings() -> None:
+    with TemporaryDirectory() as folder:
+        whole, part = Path(folder, "tokens"), Path(folder, "part")
+        complete = prepare(corpus(Path(folder, "x.jsonl"), 90), whole, **OPTIONS | {"shard_tokens": 1_000})
+        shutil.copytree(whole, part)
+        first(complete, 2).written(part)
+        for kind in (PackedSamples, DocumentSamples):
+            early, late = (ShardOrder(5, kind(open_split(each, "train"), 16)) for each in (part, whole))
+            assert 0 < early.published == early.n < late.n
+            assert late.published > 10 * late.n
+            g = np.arange(early.n)
+            assert (early(g) == late(g)).all()
+            epochs = late(np.arange(3 * late.n)).reshape(3, -1)
+            assert (np.sort(epochs) == np.arange(len(late.samples))).all()
+            assert (epochs[0] != epochs[1]).any()
+            assert (epochs[0] != np.arange(late.n)).any()
+            ends = late.samples.split.token_ends
+            shards = [bisect_left(ends, sum(late.samples.span(int(i)))) for i in epochs[0]]
+            assert shards == sorted(shards), "the samples of a shard come before those of the next"
+
+
+def test_a_mirror_grows_with_the_folder_at_the_url(whole: Path, tmp_path: Path) -> None:
+    growing = tmp_path / "growing"
+    shutil.copytree(whole, growing)
+    complete = DataManifest.read(whole)
+    first(complete, 2).written(growing)
+    cache = TokenCache(str(tmp_path / "cache"))
+    there = open_split(f"file://{growing}", "train", cache)
+    assert there.n_tokens == sum(shard.tokens for shard in complete.splits["train"].shards[:2])
+    there.tokens(0, there.n_tokens)
+    first(complete, 3).written(growing)
+    assert there.grow()
+    complete.written(growing)
+    assert there.grow()
+    assert not there.grow()
+    here = open_split(whole, "train")
+    assert (there.tokens(0, there.n_tokens) == here.tokens(0, here.n_tokens)).all()
+    [mirror] = Path(str(cache.folder)).iterdir()
+    assert {path.name for path in mirror.iterdir()} == {"manifest.json", *complete.sha256_of_files}
+    again = open_split(f"file://{growing}", "train", cache)
+    assert again.folder == there.folder, "the complete folder has the same mirror"
+
+
+def first(manifest: DataManifest, n_shards: int) -> DataManifest:
+    """The manifest as it was after the first shards."""
+    splits = {
+        name: split.model_copy(
+            update={
+                "shards": split.shards[:n_shards],
+                "tokens": sum(shard.tokens for shard in split.shards[:n_shards]),
+                "documents": sum(shard.documents for shard in split.shards[:n_shards]),
+            }
+        )
+        for name, split in manifest.splits.items()
+    }
+    return manifest.model_copy(update={"splits": splits, "unfinished": UnfinishedPrepare(documents=1, text_xxh3="")})
+
+
+def test_a_folder_that_was_replaced_is_not_read_on(whole: Path, tmp_path: Path) -> None:
+    growing = shutil.copytree(whole, tmp_path / "growing")
+    complete = DataManifest.read(whole)
+    first(complete, 2).written(growing)
+    split = open_split(growing, "train")
+    complete.model_copy(update={"publication": "another"}).written(growing)
+    with pytest.raises(DataError, match="it was replaced while this process reads it"):
+        split.grow()
+
+
+def test_a_part_of_a_source_is_its_first_documents(whole: Path, tmp_path: Path) -> None:
+    options = OPTIONS | {"tokenizer": whole / "tokenizer.json", "max_tokens": 5_000}
+    part = prepare(whole.parent / "x.jsonl", tmp_path / "part", **options)
+    assert part.unfinished is None
+    lengths = np.concatenate([open_split(tmp_path / "part", name).document_lengths() for name in part.splits])
+    assert 5_000 <= lengths.sum() < 5_000 + lengths.max() + 1
+    for name in part.splits:
+        here, there = open_split(tmp_path / "part", name), open_split(whole, name)
+        assert (here.tokens(0, here.n_tokens) == there.tokens(0, here.n_tokens)).all()
+    with pytest.raises(DataError, match="max_tokens=0 must be at least 1"):
+        prepare(whole.parent / "x.jsonl", tmp_path / "none", **OPTIONS | {"max_tokens": 0})

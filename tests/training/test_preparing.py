@@ -1,0 +1,84 @@
+"""Proves that a run on a stream of the datasets library, which it prepares in the background, takes the steps of a run
+on the folder prepared before, also if both are killed."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from shardwright.config import parse
+from shardwright.data.prepare import prepare
+from shardwright.data.token_manifest import DataManifest
+from shardwright.system.errors import ConfigError
+from tests.data.publications import OPTIONS, corpus
+from tests.training.runs import checkpoints, train, training, trajectory, write_run_file
+
+STREAM_OPTIONS = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items() if name != "publish"]
+SETTINGS = ("--set", "data.order=shards", "--set", "steps=32", "--set", "batch.global_batch=32")
+
+
+def streamed(run_file: Path, source: str) -> tuple[str, ...]:
+    return (*SETTINGS, "--set", f"data.prepare={json.dumps([source, *STREAM_OPTIONS])}")
+
+
+def prepares(folder: Path) -> list[int]:
+    """The processes that prepare below a folder."""
+    found = []
+    for process in Path("/proc").iterdir():
+        try:
+            words = (process / "cmdline").read_bytes().decode().split("\0")
+        except (OSError, UnicodeDecodeError):
+            continue
+        if "prepare" in words and any(word.startswith(str(folder)) for word in words):
+            found.append(int(process.name))
+    return found
+
+
+@pytest.mark.prove
+def test_a_run_on_a_stream_takes_the_steps_of_one_on_the_folder(tmp_path: Path):
+    pytest.importorskip("datasets")
+    (tmp_path / "stream").mkdir()
+    corpus(tmp_path / "stream" / "train.jsonl")
+    source = f"hf:{tmp_path}/stream"
+    (tmp_path / "before").mkdir()
+    before = write_run_file(tmp_path / "before", tmp_path / "before" / "tokens")
+    prepare(source, tmp_path / "before" / "tokens", **OPTIONS)
+    train(before, *SETTINGS)
+
+    run_file = write_run_file(tmp_path, tmp_path / "tokens")
+    with training(run_file, *streamed(run_file, source)) as run:
+        run.wait_for(lambda: bool(prepares(tmp_path)))
+        os.kill(prepares(tmp_path)[0], signal.SIGKILL)
+        run.wait_for(lambda: (tmp_path / "out" / "checkpoints").exists() and len(checkpoints(run_file)) > 1)
+        for pid in (run.process.pid, *run.workers()):
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+    train(run_file, *streamed(run_file, source), "--resume")
+    assert DataManifest.read(tmp_path / "tokens").unfinished is None
+    assert trajectory(run_file) == trajectory(before)
+    assert prepares(tmp_path) == []
+
+
+@pytest.mark.prove
+def test_a_prepare_that_fails_ends_the_run_with_its_sentence(tmp_path: Path):
+    run_file = write_run_file(tmp_path, tmp_path / "tokens")
+    failed = train(run_file, *streamed(run_file, str(tmp_path / "absent.jsonl")), expect=2)
+    assert "absent.jsonl: there is no such file or folder" in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"path": "t", "prepare": ["x"]}, "set it to 'shards'"),
+        ({"path": "s3://b/t", "order": "shards", "prepare": ["x"]}, "give a local path"),
+        ({"path": "t", "order": "shards", "prepare": ["--glob", "*"]}, "the first is SRC"),
+        ({"path": "t", "order": "shards", "prepare": ["x", "--out=y"]}, "--out is given by the run"),
+        ({"sources": [{"path": "t", "weight": 1.0}], "prepare": ["x"]}, "give each of data.sources its own prepare"),
+    ],
+)
+def test_a_prepare_that_a_run_cannot_run_is_refused(data: dict[str, object], message: str):
+    with pytest.raises(ConfigError, match=message):
+        parse({"out": "out", "steps": 1, "batch": {"seq_len": 8, "global_batch": 1}, "data": data})
