@@ -61,13 +61,13 @@ lr = 3e-3
 warmup_steps = {warmup}
 
 [checkpoint]
-every = 85
+every = {quarter}
 
 [metrics]
 every = 10
 
 [evaluation]
-every = 85
+every = {quarter}
 samples = 32
 """
 VOCAB_SIZE = 512
@@ -180,6 +180,7 @@ def _write_run_file(places: QuickstartPaths, steps: int, vocab_size: int) -> Run
         data=places.data.name,
         steps=steps,
         warmup=min(20, steps // 4),
+        quarter=max(steps // 4, 1),
         vocab_size=vocab_size,
     )
     places.run_file.write_text(text, encoding="utf-8")
