@@ -26,7 +26,7 @@ PUBLIC_CLASSES = (
 NOT_OF_TORCH = {"_asdict", "_config", "_current_frames", "_exit", "_fields", "_getframe", "_replace"}
 NOT_OF_TORCH |= {"_forkserver", "_forkserver_pid"}
 NOT_OF_TORCH |= {"_grid", "_take_model_step"}
-NOT_OF_TORCH |= {"_set_main_param_and_optimizer_states"}
+NOT_OF_TORCH |= {"_set_main_param_and_optimizer_states", "_create_expert_and_data_parallel"}
 """Of named tuples, os, sys and multiprocessing, of DeepSpeed and of Megatron Core."""
 BY_NAME = ("getattr", "hasattr", "setattr")
 """Functions that take the name of an attribute as their second argument."""

@@ -8,7 +8,7 @@ from shardwright.config import RunConfig, load
 from shardwright.config.settle import job_of, of_fullest_stage, settled
 from shardwright.dry_run.run import _changed, _changes
 from shardwright.layout.layout import Layout
-from shardwright.planner.space import CandidateRows, _group, _rows
+from shardwright.planner.space import CandidateRows, _group
 from shardwright.system.errors import ConfigError, LayoutError
 from shardwright.training.run import for_less_memory
 
@@ -103,5 +103,5 @@ def test_no_remedy_chunks_the_loss_of_pairs(tmp_path: Path):
     job = job_of(of_fullest_stage(config))
     assert job.pairs
     for shared in (Layout(loss_chunk_tokens=16), Layout()):
-        rows = CandidateRows.from_columns(job, _rows(job, 1, "zigzag", False))
+        rows = CandidateRows.from_degrees(job, 1, "zigzag", on_host=False)
         assert _group(job, shared, rows)[1].any() == (not shared.loss_chunk_tokens)

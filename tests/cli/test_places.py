@@ -110,7 +110,11 @@ READ = {
         "--draft": "generate hf --prompt a --draft PLACE",
     },
     "eval": {"model": "eval PLACE", "--data": "eval hf --data PLACE"},
-    "score": {"model": "score PLACE texts.jsonl", "file": "score hf PLACE"},
+    "score": {
+        "model": "score PLACE texts.jsonl",
+        "file": "score hf PLACE",
+        "--replay-experts": "score hf texts.jsonl --replay-experts PLACE.safetensors",
+    },
     "import": {"source": "import PLACE --out made", "--base": "import hf --base PLACE --out made"},
     "export": {"source": "export PLACE --out made", "--tokenizer": "export hf --out made --tokenizer PLACE"},
     "merge": {"sources": "merge PLACE hf --out made"},
@@ -129,6 +133,8 @@ WRITTEN = {
     "plan serve": {"--html": f"{SERVE} --model debug --html PLACE.html"},
     "plan rl": {"--html": f"{RL} --model debug --html PLACE.html"},
     "plan calibrate": {"--write": f"plan calibrate train.log {FROM} --write PLACE.toml"},
+    "generate": {"--record-experts": "generate hf --prompt a --record-experts PLACE.safetensors"},
+    "score": {"--record-experts": "score hf texts.jsonl --record-experts PLACE.safetensors"},
     "explore": {"--static": "explore run.toml --cluster h100:1 --static PLACE"},
     "measure": {
         "--out": "measure --ranks 1 --budget 0.01 --overwrite --out PLACE.toml",

@@ -117,7 +117,7 @@ def _choices(rng: Random, layout: Layout, name: str, experts: bool) -> Iterator[
     elif name == "recompute_layers":
         yield from ({name: layers} for layers in (None, 1, 2))
     elif name == "place_experts_every":
-        yield from ({name: steps} for steps in (0, 1))
+        yield from ({name: steps} for steps in ((0, 1) if layout.ep > 1 else (0,)))
     elif name == "loss_chunk_tokens":
         yield from ({name: tokens} for tokens in (0, 1, 4, 7))
     elif name == "zero_secondary_ranks":

@@ -20,6 +20,7 @@ from shardwright.cli.common import (
 )
 from shardwright.cli.generate import EXPERT_FILES, LAYOUT_KEYS, BatchInvariant, RecordExperts
 from shardwright.system.errors import InputError
+from shardwright.system.files import open_regular, reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +80,11 @@ def score(options: ScoreOptions) -> None:
     problems += wrong_place("--record-experts", options.record_experts, EXPERT_FILES)
     if options.check and (options.record_experts or options.replay_experts):
         problems.append("--check compares choices of the routers; leave out --record-experts and --replay-experts")
+    if options.replay_experts is not None:
+        try:
+            open_regular(options.replay_experts).close()
+        except OSError as error:
+            problems.append(f"--replay-experts {options.replay_experts}: {reason(error)}")
     records, unread = json_records(options.file, str(options.file))
     problems += unread
     if problems:

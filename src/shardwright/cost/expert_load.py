@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
-from shardwright.split.placement import home, movable_together, place, rank_loads
+from shardwright.split.placement import home, place, rank_loads
 from shardwright.system.errors import InputError
 from shardwright.system.files import parse_json, read_bytes, reason
 
@@ -84,7 +84,7 @@ def _mean_busiest(layers: Sequence[Sequence[float]], moe: MoESpec, ep: int, *, p
     order, limit = home(moe.n_experts), moe.capacity_factor or np.inf
     loads = []
     for layer in layers:
-        after = place(layer, order, ep, movable_together(moe)) if placed else order
+        after = place(layer, order, ep, moe.movable_together) if placed else order
         computed = [min(load, limit) for load in layer]
         loads.append(float(rank_loads(computed, after, ep).max()) / (moe.n_experts // ep))
     return fmean(loads)

@@ -300,6 +300,8 @@ def substituted(formula: str, numbers: Mapping[str, str]) -> str:
 
 _SYMBOLS = (
     ("s", "tokens", "a sequence"),
+    ("product_bytes rope_fraction", "", "bytes that a product with a number moves for an element of 16 bits; part of "
+     "a head that is rotated"),
     ("kept_share", "", "of the keys of a request that layers with and without windows keep, on average"),
     ("state_bytes linear_layers", "B", "of a request in one linear layer; number of linear layers of a stage"),
     ("length", "tokens", "in the cache of a request"),

@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwright.model.expert_choices import choice_problems, choice_shape, layers_with_experts
 from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import InputError
-from shardwright.system.files import write_whole
+from shardwright.system.files import open_regular, reason, write_whole
 
 
 def as_text(experts_TLK: Tensor) -> str:
@@ -46,9 +46,10 @@ def read_choices(path: Path, n_tokens: Mapping[int, int], spec: ModelSpec) -> di
     Raises InputError for a file that is damaged, lacks a record, or has choices that the model cannot replay.
     """
     try:
-        tensors = load(path.read_bytes())
+        with open_regular(path) as file:
+            tensors = load(file.read())
     except OSError as error:
-        raise InputError(f"--replay-experts {path}: {error.strerror}") from None
+        raise InputError(f"--replay-experts {path}: {reason(error)}") from None
     except SafetensorError as error:
         raise InputError(f"--replay-experts {path}: not a whole safetensors file: {error}") from None
     problems = []

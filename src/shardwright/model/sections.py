@@ -307,6 +307,12 @@ class MoESpec:
         return layer >= self.first_dense and (layer + 1) % self.interval == 0 and layer not in self.dense_layers
 
     @property
+    def movable_together(self) -> int:
+        """Number of consecutive experts between which experts may be exchanged: with node-limited routing the experts
+        of one group, which are on one node, otherwise all."""
+        return self.n_experts // (self.n_groups if self.groups_per_token < self.n_groups else 1)
+
+    @property
     def shared_width(self) -> int:
         """Inner width of the network of shared experts, 0 without them."""
         return self.d_shared or self.n_shared * self.d_ffn

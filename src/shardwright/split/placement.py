@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardwright.model.sections import MoESpec
-
 LEAST_GAIN = 0.02
 """A swap of two experts has to lower the load of the busiest rank by this fraction of the mean load of a rank."""
 
@@ -32,14 +30,9 @@ def busiest(loads: Sequence[float], order: Order, n_ranks: int) -> float:
     return float(per_rank.max() / per_rank.mean()) if per_rank.any() else 1.0
 
 
-def movable_together(moe: MoESpec) -> int:
-    """Return the number of consecutive experts between which experts may be exchanged: with node-limited routing the
-    experts of one group, which are on one node, otherwise all."""
-    return moe.n_experts // (moe.n_groups if moe.groups_per_token < moe.n_groups else 1)
-
-
 def place(loads: Sequence[float], order: Order, n_ranks: int, together: int) -> Order:
-    """Return an order with a lower load of the busiest rank. `loads`: of each expert; `together`: `movable_together`.
+    """Return an order with a lower load of the busiest rank. `loads`: of each expert; `together`:
+    `MoESpec.movable_together`.
 
     Swaps an expert of the busiest rank with an expert of another rank, the pair after which the larger of both loads is
     the smallest, as long as a swap lowers that load by `LEAST_GAIN` of the mean. Experts that stay on their rank keep

@@ -12,7 +12,6 @@ from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.schedule.registry import find, names
 from shardwright.split import stages
-from shardwright.split.placement import movable_together
 from shardwright.split.tensor import vocabulary_rows
 from shardwright.system.units import divisors
 
@@ -23,7 +22,11 @@ def problems(spec: ModelSpec, layout: Layout, seq_len: int) -> list[str]:
     of_stages = list(stages.problems(spec, layout))
     found += of_stages or [*_recomputation(spec, layout, seq_len), *_adapters(spec, layout, seq_len)]
     # The sequence length is only checked for a valid tp.
-    return found + list(_sequence(layout if tp_divides(spec, layout.tp) else replace(layout, tp=1, ep=1), seq_len))
+    return found + list(
+        _sequence(
+            layout if tp_divides(spec, layout.tp) else replace(layout, tp=1, ep=1, place_experts_every=0), seq_len
+        )
+    )
 
 
 TokenCall = Literal["generate", "log_probs", "weights"]
@@ -199,7 +202,7 @@ def _experts(spec: ModelSpec, layout: Layout) -> Iterator[str]:
             f"layout.tp={layout.tp} with model.moe needs layout.sequence_parallel=true: ranks of tp with the same "
             f"tokens would each send all of them to the experts"
         )
-    together, of_rank = movable_together(moe), experts // layout.ep
+    together, of_rank = moe.movable_together, experts // layout.ep
     if layout.place_experts_every and together <= of_rank:
         yield (
             f"layout.place_experts_every={layout.place_experts_every}: with model.moe.groups_per_token="

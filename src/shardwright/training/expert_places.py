@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwright.config import RunConfig
 from shardwright.parallel.placement import Orders
-from shardwright.split.placement import Order, busiest, movable_together, place
+from shardwright.split.placement import Order, busiest, place
 from shardwright.system.units import counted, format_bytes
 from shardwright.training.checkpoint.state import named_tensors
 from shardwright.training.hooks import Hook, RunStart, TakenStep, due
@@ -49,7 +49,7 @@ class PlaceExperts(Hook):
     def _place(self, step: int, loads: list[list[int]]) -> None:
         """Compute the orders for the loads of experts, by layer, and report them."""
         assert self.moe is not None
-        together, ep = movable_together(self.moe), self.layout.ep
+        together, ep = self.moe.movable_together, self.layout.ep
         before = self._orders
         self._orders = {layer: place(loads[layer], order, ep, together) for layer, order in before.items()}
         self.log.tell("placement", step, placement_in_words(loads, before, self._orders, ep, self._expert_bytes()))

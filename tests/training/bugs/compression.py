@@ -186,7 +186,12 @@ STALE: dict[str, AnyBug] = {
         _THIN,
     ),
     "top-k forgets what it has not sent": Bug(
-        Mutation(f"{_TOPK}._take_largest", "member.error.add_(gradient)", "member.error.copy_(gradient)"), _LARGEST
+        Mutation(
+            f"{_TOPK}._take_largest",
+            "member.error.add_(local_part(gradient))",
+            "member.error.copy_(local_part(gradient))",
+        ),
+        _LARGEST,
     ),
     "top-k keeps what it has sent": Bug(
         Mutation(f"{_TOPK}._take_largest", "blocks_BE.scatter(1, places_BK, 0.0)", "blocks_BE"), _LARGEST
