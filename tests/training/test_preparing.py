@@ -49,9 +49,9 @@ def test_a_run_on_a_stream_takes_the_steps_of_one_on_the_folder(tmp_path: Path):
 
     run_file = write_run_file(tmp_path, tmp_path / "tokens")
     with training(run_file, *streamed(run_file, source)) as run:
-        run.wait_for(lambda: bool(prepares(tmp_path)))
+        run.wait_for(lambda: bool(prepares(tmp_path)), 300)
         os.kill(prepares(tmp_path)[0], signal.SIGKILL)
-        run.wait_for(lambda: (tmp_path / "out" / "checkpoints").exists() and len(checkpoints(run_file)) > 1)
+        run.wait_for(lambda: (tmp_path / "out" / "checkpoints").exists() and len(checkpoints(run_file)) > 1, 300)
         for pid in (run.process.pid, *run.workers()):
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
