@@ -183,6 +183,29 @@ def test_a_copy_of_a_call_and_a_section_without_value_are_read(tmp_path: Path) -
     assert (run.described.model, run.described.layout.recompute) == (PRESETS["qwen3-1.7b"], "none")
 
 
+DOUBLED = (
+    "parallelism = C(x=1)\n"
+    + "    config.parallelism = replace(config.parallelism, l=config.parallelism, r=config.parallelism)\n" * 18
+)
+
+
+def test_several_values_and_targets_of_an_assignment_are_read(tmp_path: Path) -> None:
+    text = IN_TOKENS.replace(
+        "config.activation_checkpoint = None",
+        "x = config.training.max_context_length, config.parallelism.tensor_parallel_degree = 8192, 2",
+    )
+    text = text.replace("2 * LENGTH", "4 * LENGTH")
+    described = read(tmp_path, {"file.py": text}, ":without_recomputation", world=8).described
+    assert (described.seq_len, described.micro_batch, described.layout.tp) == (8192, 2, 2)
+
+
+@pytest.mark.parametrize("module", ["config_registry", "registries.qwen3.config_registry", "qwen3"])
+def test_the_module_of_a_registry_names_the_model(tmp_path: Path, module: str) -> None:
+    text = IN_TOKENS.replace("torchtitan.models.qwen3", module)
+    described = read(tmp_path, {"qwen3.py": text}, ":without_recomputation", world=8).described
+    assert described.model == PRESETS["qwen3-1.7b"]
+
+
 @pytest.mark.parametrize(
     ("function", "change", "said"),
     [
@@ -199,6 +222,9 @@ def test_a_copy_of_a_call_and_a_section_without_value_are_read(tmp_path: Path) -
         (":without_recomputation", ("4 * 1024", "9 ** 9 ** 9"), "max_context_length: its value is unknown"),
         (":without_recomputation", ("4 * 1024", "1" + " * 9" * 90), "max_context_length: its value is unknown"),
         (":without_recomputation", ("4 * 1024", "(" * 5000 + ")" * 5000), "file.py"),
+        (":endless", ("return endless()", "config[0].training = base('4B')"), "config[0].training = ..."),
+        (":without_recomputation", ("LENGTH = 4", "if 1:\n    LENGTH = 4"), "LENGTH, which line 4 may set would have"),
+        (":without_recomputation", ("activation_checkpoint = None", DOUBLED), "more than 20,000 values"),
         (":without_recomputation", ("4 * 1024", "-" * 9000 + "1"), "file.py"),
     ],
 )

@@ -167,6 +167,25 @@ def test_arguments_in_yaml_are_those_of_a_command(tmp_path: Path) -> None:
     assert {each.option: each.where.rpartition(":")[2] for each in run.records}["--hidden-size"] == "5"
 
 
+MERGED = """\
+base: &base {--num-layers: 4, --hidden-size: 64, --vocab-size: 512}
+middle: &middle {<<: *base, --hidden-size: 128, --num-attention-heads: 4}
+other: &other {--num-attention-heads: 8, --seq-length: 1024}
+MODEL_ARGS:
+  <<: [*middle, *other]
+  --micro-batch-size: 1
+  --global-batch-size: 64
+  --bf16: true
+"""
+
+
+def test_mappings_that_yaml_merges_have_its_order_of_precedence(tmp_path: Path) -> None:
+    spec = read(MERGED, tmp_path, "merged.yaml").described.model
+    assert (spec.n_layers, spec.d_model, spec.n_heads, spec.vocab_size) == (4, 128, 4, 512)
+    with pytest.raises(InputError, match="more than 20 deep"):
+        read("MODEL_ARGS: &a\n  <<: *a\n  --num-layers: 4\n", tmp_path, "endless.yaml")
+
+
 VARIABLES = """\
 MODEL_ARGS="--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 512 --seq-length 1024 --bf16"
 TRAIN_ARGS="--micro-batch-size 1 --tensor-model-parallel-size 2 --sequence-parallel --save /tmp"
@@ -216,5 +235,5 @@ def test_a_model_of_nemo_that_is_no_decoder_only_transformer_is_refused(kind: st
     ],
 )
 def test_function_and_gate_of_a_network_are_told_apart(more: str, activation: str, tmp_path: Path) -> None:
-    spec = read(NEMO.format(kind="gpt", more=more), tmp_path, "model.yaml").described.model
+    spec = read(NEMO.format(kind="gpt5b", more=more), tmp_path, "model.yaml").described.model
     assert spec.activation == activation

@@ -17,7 +17,14 @@ from shardwright.cost.ledger import Formulas, plus
 from shardwright.cost.matmuls import Matmul, fp32_or_wide, head_matmul, layer_matmuls, reached_flops_per_s
 from shardwright.cost.messages import context, dispatch, head_over_tp, loss_sums, over_tp, states, tensor
 from shardwright.cost.parameters import computed_share, tp_shards
-from shardwright.cost.passes import Passes, kernel_symbols, reached_bytes_per_s
+from shardwright.cost.passes import (
+    PRODUCT_BYTES,
+    Passes,
+    kernel_symbols,
+    reached_bytes_per_s,
+    rotating_share,
+    rotation_bytes,
+)
 from shardwright.cost.speed import ELEMENTWISE, HOST, MATMULS, TENSOR
 from shardwright.model.pieces import ROWS_TOGETHER
 
@@ -27,8 +34,6 @@ BACKWARD_TRAFFIC = 1.5
 one, and one output."""
 
 
-PRODUCT_BYTES = 4
-"""Bytes that a product by a number, or a copy, moves for a 16-bit element: read and written."""
 CAP_BYTES, CAP_BYTES_BACKWARD = 60, 140
 """Bytes that the operations on a capped score move, forward and backward: written by the matmul, then read and written
 by division, tanh, product, mask, difference and exponential, and read twice; backward the same scores again, the slope
@@ -346,18 +351,12 @@ def _elementwise(passes: Passes, job: Job, candidates: Candidates, block: BlockS
         "norms and residuals": f.T_shard * f.h * around,
         "laying out heads": f.T * f.heads * f.c / f.tp * f.heads_bytes,
     }
-    rotating = sum(map(spec.rotates, range(spec.n_layers))) / spec.n_layers
+    rotating = rotating_share(spec)
     placed = f.T * f.qk_dim * (f.heads + f.kv_heads) / f.tp
     if block.norms_heads:
         formulas["norms of heads"] = placed * f.norm_bytes
     if spec.positions == "rope" and not block.linear:
-        rotation_bytes = f.rope_bytes
-        if spec.rope_fraction < 1:
-            f.add(rope_fraction=spec.rope_fraction, product_bytes=PRODUCT_BYTES)
-            # A fused kernel copies the other elements; else a concatenation copies all.
-            copied = 1 - f.rope_fraction if job.stack.speed.rope_bytes <= PRODUCT_BYTES else f.constant(1)
-            rotation_bytes = f.rope_bytes * f.rope_fraction + f.product_bytes * copied
-        formulas["rotation"] = placed * rotation_bytes * rotating
+        formulas["rotation"] = placed * rotation_bytes(f, job)
         if spec.temperature_scale and rotating < 1:
             f.add(product_bytes=PRODUCT_BYTES)
             formulas["scaling queries"] = f.T * f.qk_dim * f.heads / f.tp * f.product_bytes * (1 - rotating)

@@ -10,6 +10,10 @@ from shardwright.cost.blocks import BlockShape
 from shardwright.cost.collectives import PricedMessage
 from shardwright.cost.job import Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas
+from shardwright.model.spec import ModelSpec
+
+PRODUCT_BYTES = 4
+"""Bytes that a product by a number, or a copy, moves for a 16-bit element: read and written."""
 
 
 @dataclass
@@ -89,3 +93,19 @@ def kernel_symbols(job: Job, candidates: Candidates, block: BlockShape) -> Formu
         activation_bytes=speed.gated_bytes if block.gated else speed.gelu_bytes,
         e=job.element_bytes, element_rate=reached_bytes_per_s(job),
     )  # fmt: skip
+
+
+def rotating_share(spec: ModelSpec) -> float:
+    """Return the share of the layers whose queries and keys are rotated."""
+    return sum(map(spec.rotates, range(spec.n_layers))) / spec.n_layers
+
+
+def rotation_bytes(f: Formulas, job: Job) -> Floats:
+    """Return the bytes that rotary embedding moves for a 16-bit element of a query or key head, over all layers."""
+    n_bytes = f.rope_bytes
+    if job.model.rope_fraction < 1:
+        f.add(rope_fraction=job.model.rope_fraction, product_bytes=PRODUCT_BYTES)
+        # A fused kernel copies the other elements; else a concatenation copies all.
+        copied = 1 - f.rope_fraction if job.stack.speed.rope_bytes <= PRODUCT_BYTES else f.constant(1)
+        n_bytes = f.rope_bytes * f.rope_fraction + f.product_bytes * copied
+    return n_bytes * rotating_share(job.model)

@@ -36,7 +36,7 @@ from shardwright.cost.job import FULL, Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas, plus
 from shardwright.cost.matmuls import layer_matmuls
 from shardwright.cost.messages import result_of
-from shardwright.cost.passes import Passes, kernel_symbols
+from shardwright.cost.passes import Passes, kernel_symbols, rotation_bytes
 from shardwright.cost.speed import CONTEXT, EXPERT, TENSOR
 from shardwright.layout.keys import RECOMPUTE_MODULES
 from shardwright.model.spec import ModelSpec
@@ -120,7 +120,8 @@ def seconds(passes: Passes, job: Job, candidates: Candidates, block: BlockShape)
     if "moe" in mine:
         moved["sorting of tokens"] = f.T / f.tp * f.top_k * f.h * f.permute_bytes
     if spread:
-        of_heads = f.rope_bytes + f.norm_bytes if block.norms_heads else f.rope_bytes
+        rotated = rotation_bytes(f, job)
+        of_heads = rotated + f.norm_bytes if block.norms_heads else rotated
         moved["heads"] = f.T * f.qk_dim * (f.heads + f.kv_heads) / f.tp * of_heads
     n_bytes = {name: f(name, formula) for what, formula in moved.items() if (name := f"bytes of {what} again")}
     terms = {}

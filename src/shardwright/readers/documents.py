@@ -78,16 +78,7 @@ def tree_settings(path: Path) -> list[Setting]:
 def _of_node(node: yaml.MappingNode, prefix: str, path: Path, depth: int) -> Iterator[Setting]:
     if depth > DEEPEST:
         raise InputError(f"{path}: nested more than {DEEPEST} deep")
-    own = {key.value for key, _ in node.value}
-    for key, value in node.value:
-        if key.value == "<<":  # the keys of another mapping, which those of this one replace
-            merged = value.value if isinstance(value, yaml.SequenceNode) else [value]
-            for each in merged:
-                if isinstance(each, yaml.MappingNode):
-                    rest = [pair for pair in each.value if pair[0].value not in own]
-                    inherited = yaml.MappingNode(each.tag, rest, each.start_mark, each.end_mark)
-                    yield from _of_node(inherited, prefix, path, depth + 1)
-            continue
+    for key, value in _merged(node, path, DEEPEST).values():
         name, where = f"{prefix}{key.value}", f"{path}:{key.start_mark.line + 1}"
         if isinstance(value, yaml.MappingNode) and value.value:
             yield from _of_node(value, f"{name}.", path, depth + 1)
@@ -95,6 +86,21 @@ def _of_node(node: yaml.MappingNode, prefix: str, path: Path, depth: int) -> Ite
             yield Setting(name, [str(_scalar(each)) for each in value.value], where)
         else:
             yield Setting(name, _scalar(value), where)
+
+
+def _merged(node: yaml.MappingNode, path: Path, depth: int) -> dict[str, tuple[yaml.Node, yaml.Node]]:
+    """Return the keys and values of a mapping by key, with the keys of the mappings that `<<` names: a mapping's own
+    keys replace those, and of several mappings the first that has a key counts (yaml.org/type/merge.html)."""
+    if depth <= 0:
+        raise InputError(f"{path}: mappings that name each other by `<<` more than {DEEPEST} deep")
+    result: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+    own = {key.value: (key, value) for key, value in node.value if key.value != "<<"}
+    for key, value in node.value:
+        if key.value == "<<":
+            for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                if isinstance(each, yaml.MappingNode):
+                    result = _merged(each, path, depth - 1) | result
+    return result | own
 
 
 def _scalar(node: yaml.Node) -> Any:

@@ -31,7 +31,9 @@ _RENAMED = {
     "model.optim.overlap_grad_sync": "overlap_grad_reduce",
 }
 """Key of YAML -> option of Megatron-LM, where the last part of the key is not its name."""
-_OTHER_ARCHITECTURES = r"mamba|griffin|retro|hyena|t5|bert|bart|ul2|clip|neva|imagen|nmt|diffusion|speech|vit(?![a-z])"
+_OTHER_ARCHITECTURES = (
+    r"(?<![a-z0-9])(mamba|griffin|retro|hyena|t5|bert|bart|ul2|clip|neva|imagen|nmt|diffusion|speech|vit)(?![a-z])"
+)
 """Words in the name of a NeMo configuration whose model is no decoder-only transformer."""
 _PRECISIONS: Mapping[str, Mapping[str, Any]] = {
     r"(bf16|bfloat16)\b.*|bf16_mixed": {"bf16": True},

@@ -7,7 +7,8 @@ anything else is data: its name and its arguments.
 import ast
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,13 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
 }
 _LARGEST = 1e18
 """Bound of the numbers in arithmetic."""
+_DECLARATIONS = (ast.Expr, ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assert, ast.Pass)
+"""Statements that change no value."""
 _MOST_CALLS = 500
 """Bound of the calls of the file's own functions."""
-_COPIES = ("replace", "dataclasses.replace", "deepcopy", "copy.deepcopy", "copy.copy")
-"""Calls that return their first argument, with keywords as changes."""
+_COPIES = ("replace", "dataclasses.replace", "copy.copy")
+"""Calls that return a copy of their first argument, with keywords as changes; what it holds is shared."""
+_DEEP_COPIES = ("deepcopy", "copy.deepcopy")
 
 
 @dataclass
@@ -39,10 +43,6 @@ class PythonCall:
     arguments: list[Any] = field(default_factory=list)
     keywords: dict[str, Any] = field(default_factory=dict)
     module: str = ""
-
-    def copy(self) -> "PythonCall":
-        keywords = {name: _copied(value) for name, value in self.keywords.items()}
-        return PythonCall(self.function, self.where, list(self.arguments), keywords, self.module)
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,6 @@ class _Placed:
 
     value: Any
     where: str
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, _Placed):
-        return _Placed(_copied(value.value), value.where)
-    return value.copy() if isinstance(value, PythonCall) else value
 
 
 @dataclass(frozen=True)
@@ -118,20 +112,37 @@ class _PythonFile:
             raise InputError(f"{self.path}: it has several configurations; name one: {self.path}:NAME, of {names}")
         if function is not None and function not in self.functions:
             raise InputError(f"{self.path}: no function {function}; it has {', '.join(self.functions) or 'none'}")
-        assigned = [each for each in self.module.body if isinstance(each, ast.Assign | ast.AnnAssign)]
         name = function or next(iter(public), None)
         if name is None:
             scope = self._scope_after(self.module.body)
-            found = [each for key, value in scope.items() for each in self._of_root(key, value)]
+            found = (each for key, value in scope.items() for each in self._of_root(key, value))
         else:
-            self.constants = self._scope_after(assigned)
+            self.constants = self._constants()
             result = self._run(self.functions[name], {}, DEEPEST)
             if not isinstance(result, PythonCall):
                 raise InputError(f"{self.path}:{self.functions[name].lineno}: {name} returns no configuration")
-            found = list(self._of_root("", result))
-        if len(found) > MOST_SETTINGS:
-            raise InputError(f"{self.path}: more than {MOST_SETTINGS:,} values; a configuration has fewer")
-        return PythonSettings(tuple({each.option: each for each in found}.values()), tuple(self.skipped))
+            found = self._of_root("", result)
+        settings: dict[str, Setting] = {}
+        for number, each in enumerate(found):
+            if number >= MOST_SETTINGS:
+                raise InputError(f"{self.path}: more than {MOST_SETTINGS:,} values; a configuration has fewer")
+            settings[each.option] = each
+        return PythonSettings(tuple(settings.values()), tuple(self.skipped))
+
+    def _constants(self) -> dict[str, Any]:
+        """Return the names that the module assigns. A name that another statement of the module may assign, such as a
+        condition, has an unknown value, and the statement is named."""
+        scope: dict[str, Any] = {}
+        for statement in self.module.body:
+            if isinstance(statement, ast.Assign | ast.AnnAssign):
+                self._body([statement], scope, DEEPEST)
+            elif not isinstance(statement, _DECLARATIONS):
+                names = (each for each in ast.walk(statement) if isinstance(each, ast.Name))
+                stored = {each.id for each in names if isinstance(each.ctx, ast.Store)}
+                where = f"{self.path}:{statement.lineno}"
+                self.skipped.append(f"{where}: {ast.unparse(statement).splitlines()[0][:60]} is not evaluated")
+                scope |= {name: _Unknown(f"{name}, which line {statement.lineno} may set") for name in stored}
+        return scope
 
     def _scope_after(self, body: list[Any]) -> dict[str, Any]:
         scope: dict[str, Any] = {}
@@ -149,16 +160,14 @@ class _PythonFile:
         for statement in body:
             if isinstance(statement, ast.Return):
                 return None if statement.value is None else self._value(statement.value, scope, depth)
-            if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-                self._assign(statement.targets[0], self._value(statement.value, scope, depth), scope, statement.lineno)
+            if isinstance(statement, ast.Assign):
+                for target in statement.targets:
+                    self._assign(target, self._value(statement.value, scope, depth), scope, statement.lineno)
             elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
                 self._assign(statement.target, self._value(statement.value, scope, depth), scope, statement.lineno)
             elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
                 self._statement_call(statement.value, scope, depth)
-            elif not isinstance(
-                statement,
-                ast.Expr | ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef | ast.Assert | ast.Pass,
-            ):
+            elif not isinstance(statement, _DECLARATIONS):
                 what = type(statement).__name__.lower()
                 raise InputError(
                     f"{self.path}:{statement.lineno}: a {what} statement would have to be executed; supported: "
@@ -182,6 +191,15 @@ class _PythonFile:
         return f"{self.path}:{node.lineno}"
 
     def _assign(self, target: ast.expr, value: Any, scope: dict[str, Any], line: int) -> None:
+        if isinstance(target, ast.Tuple | ast.List):
+            parts = _plain(value)
+            if not isinstance(parts, list) or len(parts) != len(target.elts):
+                parts = [_Unknown(ast.unparse(target))] * len(target.elts)
+            for each, part in zip(target.elts, parts, strict=True):
+                self._assign(each, part, scope, line)
+            return
+        if not all(isinstance(each, ast.Name | ast.Attribute | ast.expr_context) for each in ast.walk(target)):
+            raise InputError(f"{self.path}:{line}: {ast.unparse(target)[:60]} = ... would have to be executed")
         *sections, name = ast.unparse(target).split(".")
         placed = value if isinstance(value, _Placed) else _Placed(value, f"{self.path}:{line}")
         if not sections:
@@ -236,8 +254,8 @@ class _PythonFile:
             for each in node.keywords
             if each.arg
         }
-        if name in _COPIES and arguments and isinstance(base := _plain(arguments[0]), PythonCall):
-            result = base.copy()
+        if name in (*_COPIES, *_DEEP_COPIES) and arguments and isinstance(base := _plain(arguments[0]), PythonCall):
+            result = deepcopy(base) if name in _DEEP_COPIES else replace(base, keywords=dict(base.keywords))
             result.keywords |= keywords
             return result
         return PythonCall(name, self._where(node), arguments, keywords, self.modules.get(name, ""))

@@ -190,8 +190,9 @@ def _model_name(values: Values) -> str | None:
     if module.startswith("."):  # config_registry.py of a package of torchtitan.models
         folder = PurePath(values.source).parent
         module = folder.name if folder.parent.name == "models" else ""
-    if module:
-        return module.rpartition(".")[2] if module.rpartition(".")[2] != "config_registry" else module.split(".")[-2]
+    packages = [each for each in module.split(".") if each not in ("", "config_registry")]
+    if packages:
+        return packages[-1]
     return next((each for each in FLAVORS if each in values.source.lower()), None)
 
 
