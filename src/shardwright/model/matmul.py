@@ -73,8 +73,11 @@ def input_gradient(
     weight, fp8 = _operand(weight, recipe, dy.dtype)
     if counts_E is not None:
         return _grouped(dy, weight.mT, counts_E, fp8, FORWARD if fp8 is None else fp8.gradient)
-    if fp8 is not None or isinstance(recipe, InputMask):
-        dx = recipe.drop(dy @ weight) if fp8 is None else fp8.input_gradient(dy, weight)
+    if isinstance(recipe, InputMask):
+        dx = recipe.drop(dy @ weight)
+        return dx if add_to is None else add_to.add_(dx)
+    if fp8 is not None:
+        dx = fp8.input_gradient(dy, weight)
         return dx if add_to is None else add_to.add_(dx)
     if add_to is None:
         return dy @ weight
