@@ -112,6 +112,16 @@ def test_a_quantised_base_in_fp8_is_refused_for_our_software_alone():
     assert not fp8_problems(job(LLAMA, precision="fp8"))
 
 
+def test_dropping_inputs_of_adapters_is_priced():
+    def passes(dropout: float) -> Any:
+        spec = replace(LLAMA, lora=LoraSpec(rank=16, targets=("q", "down"), dropout=dropout))
+        return layer(job(spec), Candidates.from_layout(Layout(), 1, "none"), next(iter(blocks(spec))))
+
+    plain, dropped = passes(0.0), passes(0.1)
+    assert dropped.forward[ELEMENTWISE] > plain.forward[ELEMENTWISE]
+    assert dropped.backward_input[ELEMENTWISE] > plain.backward_input[ELEMENTWISE]
+
+
 def test_decoding_a_base_is_priced_in_every_format():
     def elementwise_s(base: str, precision: str) -> float:
         spec = replace(LLAMA, lora=LoraSpec(rank=16, base=base))  # type: ignore[arg-type]
@@ -190,11 +200,13 @@ def compared(
 
 @pytest.mark.prove
 @pytest.mark.parametrize(
-    ("name", "base"), [*((name, "compute") for name in DRY), *((name, "nf4") for name in DRY), ("zero 3", "int8")]
+    ("name", "base"),
+    [*((name, "compute") for name in DRY), *((name, "nf4") for name in DRY), ("zero 3", "int8"), ("tp", "dropped")],
 )
 def test_the_plan_of_adapters_is_the_dry_run(name: str, base: str, monkeypatch: pytest.MonkeyPatch):
     layout, within = DRY[name]
-    found = compared("llama-3.1-8b", 4, layout, {"rank": 16, "base": base}, monkeypatch)
+    changed = {"dropout": 0.1} if base == "dropped" else {"base": base}
+    found = compared("llama-3.1-8b", 4, layout, {"rank": 16} | changed, monkeypatch)
     within += 0.001 * (base != "compute")  # the first layer decodes no matrix for a gradient that nothing needs
     assert abs(found.difference) < within, "\n".join(found.parts)
     # Over tp the first layer sends no gradients of its input.

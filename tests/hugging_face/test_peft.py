@@ -151,6 +151,16 @@ def test_adapters_of_some_layers_or_of_several_ranks_are_refused(tmp_path: Path)
         import_adapter(given, base, tmp_path / "start")
 
 
+def test_dropout_passes_between_peft_and_runs(tmp_path: Path):
+    base = saved(tmp_path / "base", FAMILIES["llama"])
+    given = adapter(tmp_path / "given", base, "llama", lora_dropout=0.1)
+    lora = import_adapter(given, base, tmp_path / "start").spec.lora
+    assert lora is not None
+    assert lora.dropout == 0.1
+    export_adapter(tmp_path / "start", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["lora_dropout"] == 0.1
+
+
 def test_an_imported_adapter_is_trained_exported_and_imported_for_the_same_base(alone: None, tmp_path: Path):
     base = saved(tmp_path / "base", FAMILIES["llama"])
     lora = import_adapter(adapter(tmp_path / "given", base, "llama"), base, tmp_path / "start").spec.lora

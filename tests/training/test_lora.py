@@ -15,11 +15,14 @@ from safetensors.torch import load_file, save_file
 from shardwright.config import RunConfig, parse, resolved_toml
 from shardwright.conversion.own import read_own_state
 from shardwright.layout.layout import Layout
+from shardwright.model.dropout import Draw, InputMask
 from shardwright.model.init import initialise
 from shardwright.model.lora_sizes import LoraSpec
+from shardwright.model.matmul import Linear, linear
+from shardwright.model.random import keep_mask, matrix_key, matrix_keys
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
-from shardwright.model.transformer import Transformer
+from shardwright.model.transformer import Transformer, layer_site_keys
 from shardwright.runs.folder import CHECKPOINTS, checkpoint_name
 from shardwright.split.rules import problems
 from shardwright.system.errors import CheckpointError, ConfigError, InputError
@@ -136,6 +139,7 @@ SP, TP, ZERO_3 = LAYOUTS["sp"], LAYOUTS["tp"], LAYOUTS["zero 3"]
 ZERO_BUBBLE = LAYOUTS["pp"]
 LATENT_HEADS = {"latent_attention": LATENT, "n_kv_heads": 4}
 OF_ATTENTION, OF_FFN = replace(LORA, targets=("attention",)), replace(LORA, targets=("ffn",))
+DROPPED = replace(LORA, dropout=0.3)
 OF_EXPERTS = replace(LORA, targets=("attention", "experts"))
 ROUTED = {"moe": EXPERTS}
 TP_EP = Layout(tp=2, sequence_parallel=True, ep=2)
@@ -186,6 +190,46 @@ MODELS: dict[str, tuple[dict[str, Any], Layout, LoraSpec]] = {
         LORA,
     ),
     "chunks and scaled experts, tp, ep": (LLAMA4, Layout(tp=2, sequence_parallel=True, ep=2), LORA),
+    "dropout": ({}, Layout(), DROPPED),
+    "dropout of shared experts and latent attention, tp, ep": (DEEPSEEK_V2, TP_EP, DROPPED),
+    "dropout, biases, replicas of kv heads": (STARCODER, Layout(tp=4, sequence_parallel=True), DROPPED),
+    "dropout, tp without token shards, zero 3": (
+        {},
+        Layout(tp=2, sequence_parallel=False, dp_shard=2, zero=3),
+        DROPPED,
+    ),
+    "dropout, linear attention, ring, tp": (
+        LINEAR,
+        Layout(cp=2, cp_method="ring", tp=2, sequence_parallel=False),
+        DROPPED,
+    ),
+    "dropout, zigzag, MTP, zero bubble": (
+        {"mtp_modules": 1},
+        Layout(cp=2, cp_method="zigzag", pp=2, pp_schedule="zb-h1"),
+        replace(DROPPED, targets=("attention", "ffn", "projection")),
+    ),
+    "dropout, recomputation of sp and pp": (
+        {"dropout": 0.1},
+        Layout(tp=2, sequence_parallel=True, pp=2, pp_schedule="1f1b", recompute="full"),
+        DROPPED,
+    ),
+    "dropout, latent attention that is computed again, sp, pp": (
+        LATENT_HEADS,
+        Layout(
+            tp=2,
+            sequence_parallel=True,
+            pp=2,
+            pp_schedule="1f1b",
+            recompute="selective",
+            recompute_modules=("norms", "mla_up", "activation"),
+        ),
+        DROPPED,
+    ),
+    "dropout, a base in nf4, sp, offload": (
+        {},
+        Layout(tp=2, sequence_parallel=True, offload_activations="cpu"),
+        replace(DROPPED, base="nf4"),
+    ),
     "of experts": (ROUTED, Layout(), OF_EXPERTS),
     "of experts, sp": (ROUTED, SP, OF_EXPERTS),
     "of experts, tp, ep, selective": (DENSE, TP_EP.changed(recompute="selective"), OF_EXPERTS),
@@ -250,6 +294,53 @@ def test_an_adapter_computes_as_the_sum_of_base_and_product():
     assert n_experts == 3 * sum(base.has_experts(layer) for layer in range(base.n_layers))
     tokens_BT = torch.randint(0, spec.vocab_size, (2, 12))
     torch.testing.assert_close(adapted(tokens_BT), merged(tokens_BT), rtol=1e-12, atol=1e-12)
+
+
+def test_each_adapter_drops_elements_of_its_own_input_in_training_alone():
+    check_that_adapters_drop_their_inputs()
+
+
+def test_a_matmul_of_a_dropped_input_has_its_gradients():
+    check_gradients_of_a_dropped_input()
+
+
+def check_gradients_of_a_dropped_input() -> None:
+    mask = InputMask(Draw(torch.tensor([5, 6]), torch.arange(3)), 0.5, 6)
+    x_BTD, weight_rD = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 3, 10), (4, 10)))
+    assert torch.autograd.gradcheck(
+        lambda x, weight: linear(x, weight, recipe=mask), (x_BTD, weight_rD), raise_exception=False
+    )
+
+
+def check_that_adapters_drop_their_inputs() -> None:
+    spec = replace(EVEN, lora=replace(LORA, dropout=0.5))
+    model = Transformer(spec).double()
+    initialise(model, spec, 0, b_std=ADAPTER_STD)
+    seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and module.dropout is not None:
+            module.register_forward_hook(lambda _, x, y, name=name: seen.__setitem__(name, (x[0], y)))
+    tokens_BT, keys_B = torch.randint(0, spec.vocab_size, (2, 64)), torch.tensor([5, 6])
+    model(tokens_BT, torch.arange(64), keys_B)
+    kept = {}
+    for name, (x_BTD, y_BTF) in seen.items():
+        module = model.get_submodule(name)
+        assert isinstance(module, Linear)
+        of_layer = layer_site_keys(keys_B, int(name.split(".")[1]))
+        assert of_layer is not None
+        mask = keep_mask(
+            matrix_keys(of_layer[0], matrix_key(name.split(".", 2)[2])), torch.arange(64), x_BTD.shape[-1], 0.5
+        )
+        low = (x_BTD * mask * 2) @ module.lora_a.T @ module.lora_b.T * 2.0
+        torch.testing.assert_close(y_BTF, x_BTD @ module.weight.T + low, rtol=1e-12, atol=1e-12)
+        kept[name] = mask[..., :24]
+        assert abs(mask.double().mean() - 0.5) < 0.05
+    assert len(kept) == 7 * spec.n_layers
+    first, *others = kept.values()
+    assert not any(torch.equal(first, other) for other in others)
+    plain = Transformer(replace(spec, lora=LORA)).double()
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(model.eval()(tokens_BT, torch.arange(64), keys_B), plain(tokens_BT, torch.arange(64)))
 
 
 def test_a_checkpoint_has_adapters_alone_and_is_taken_up_bit_by_bit_on_another_layout(tmp_path: Path):
@@ -399,6 +490,7 @@ def test_the_networks_of_a_model_of_routed_experts_alone_are_named_experts():
         ({"lora": {"rank": 3, "targets": ["atention"]}}, "no matrix of this model; did you mean 'attention'?"),
         ({"lora": {"rank": 33}}, "lora.rank=33 is above the smaller side of attention.k.weight, 24 x 32; valid: 1 to"),
         ({"lora": {"rank": 3}, "init": {}}, "init.weights names none; set init.weights, or leave [lora] out"),
+        ({"lora": {"rank": 3, "dropout": 1.0}}, "lora.dropout=1.0: input should be less than 1"),
         ({"lora": {"alpha": 8.0}}, "lora.alpha=8.0 is not used with lora.rank=0; set lora.rank, or leave it out"),
     ],
 )
@@ -407,6 +499,14 @@ def test_adapters_that_fit_no_model_are_refused(tmp_path: Path, changed: dict[st
     with pytest.raises(ConfigError) as refused:
         parse(run_file(base, tmp_path, **changed))
     assert any(said in problem for problem in refused.value.problems), refused.value.problems
+
+
+def test_dropout_of_adapters_of_experts_is_refused_as_peft_refuses_it():
+    refused = replace(EVEN, moe=EXPERTS, lora=replace(OF_EXPERTS, dropout=0.1)).lora_problems()
+    assert refused == [
+        "lora.dropout=0.1 with an adapter of ffn.experts.gate: peft has no dropout of adapters of experts; set "
+        "lora.dropout=0, or leave experts out of lora.targets"
+    ]
 
 
 def test_a_first_stage_without_adapters_is_refused():

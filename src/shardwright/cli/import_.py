@@ -79,4 +79,5 @@ def _adapter(source: str, base: Path, out: Path, json: bool) -> None:
     print_text(f"adapters of rank {lora.rank}, {format_count(n)} parameters, for {base} -> {out}")
     targets = dumps([*lora.targets])
     keys = f"lora.rank={lora.rank} --set lora.alpha={lora.alpha:g} --set 'lora.targets={targets}'"
+    keys += f" --set lora.dropout={lora.dropout:g}" if lora.dropout else ""
     print_text(f"  shardwright train RUN.toml --set model.from={base} --set init.weights={out} --set {keys}")

@@ -431,6 +431,7 @@ class LoraSection(RunFileSection):
     alpha: Annotated[float, Field(gt=0)] = Field(16.0, description=descriptions(LoraSpec)["alpha"])
     targets: list[str] = Field(["attention", "ffn"], description=descriptions(LoraSpec)["targets"])
     rslora: bool = Field(False, description=descriptions(LoraSpec)["rslora"])
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description=descriptions(LoraSpec)["dropout"])
     base: BaseType = Field("compute", description=descriptions(LoraSpec)["base"])
 
     @property

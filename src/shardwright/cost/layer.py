@@ -371,6 +371,11 @@ def _elementwise(passes: Passes, job: Job, candidates: Candidates, block: BlockS
             for row in block.adapters if row.adapter == "b"
         ), residual_bytes=job.stack.speed.residual_bytes)  # fmt: skip
         formulas["adding adapters"] = f.T * f.outputs_of_adapters * f.residual_bytes
+    if spec.lora is not None and spec.lora.dropout:
+        f.add(inputs_of_adapters=sum(
+            row.shape[-1] / tp_shards(spec, row.split, candidates.tp) for row in block.adapters if row.adapter == "a"
+        ), dropped_bytes=4 + job.stack.speed.dropout_bytes)  # fmt: skip
+        formulas["dropping inputs of adapters"] = f.T * f.inputs_of_adapters * f.dropped_bytes
     if block.experts:
         formulas["sorting by expert"] = f.T / f.tp * f.top_k * f.h * f.permute_bytes
     source = "of F, for elements of 2 bytes"

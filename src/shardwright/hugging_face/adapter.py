@@ -42,6 +42,7 @@ class AdapterFile(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     peft_type: str
     lora_alpha: float = Field(8)
+    lora_dropout: float = Field(0.0, ge=0, lt=1)
     use_rslora: bool = False
     init_lora_weights: bool | str | None = True
 
@@ -64,6 +65,7 @@ class MergedAdapter:
         except (SafetensorError, OSError) as error:
             raise DamagedError(f"{path} cannot be read: {error}") from None
         self._alpha, self._rslora = config.get("lora_alpha", 8), config.get("use_rslora", False)
+        self._dropout = config.get("lora_dropout", 0.0)
         self._transposed = transposed
         self._modules: dict[str, str] = {}
         """Name in the files of a matrix -> the begin of the names of its A and B."""
@@ -96,9 +98,9 @@ class MergedAdapter:
         return matrix in self._modules
 
     @property
-    def settings(self) -> tuple[float, bool]:
-        """Return alpha, and whether it is divided by the square root of the rank."""
-        return self._alpha, self._rslora
+    def settings(self) -> dict[str, Any]:
+        """Return the keys of [lora] in the adapter's config: alpha, rslora and dropout."""
+        return {"alpha": float(self._alpha), "rslora": self._rslora, "dropout": float(self._dropout)}
 
     @property
     def matrices(self) -> list[str]:

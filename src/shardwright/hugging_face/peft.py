@@ -76,7 +76,7 @@ def adapter_files(architecture: Architecture, spec: ModelSpec, base_path: str) -
         "base_model_name_or_path": base_path,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
         "target_modules": _targets(set(linears), matrices.values()),
         "fan_in_fan_out": next(iter(adapted.values())).transposed,

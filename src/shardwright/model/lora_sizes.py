@@ -45,6 +45,13 @@ class LoraSpec:
         default=False,
         metadata={"help": "Multiply by alpha / sqrt(rank) instead, with which outputs do not fall with the rank."},
     )
+    dropout: float = field(
+        default=0.0,
+        metadata={
+            "help": "Probability with which an element of an adapter's input is dropped in training; each matrix has "
+            "its own mask. The base reads the whole input."
+        },
+    )
     base: BaseType = field(
         default="compute",
         metadata={

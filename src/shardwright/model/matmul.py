@@ -8,7 +8,8 @@ belong to expert e and are multiplied by its matrix W_e; the bias is (E, F). Row
 undefined outputs and do not contribute to weight gradients. With a `recipe` of fp8 the operands are rounded to fp8
 (`model/fp8.py`), except in weight gradients of grouped matmuls, whose scales would depend on which tokens are sent to a
 rank. With a `StoredRow` as recipe the weight is quantised, (..., Y) bytes, and is decoded for the matmul
-(`model/quantised.py`); it is frozen, so it has no gradient.
+(`model/quantised.py`); it is frozen, so it has no gradient. With an `InputMask` as recipe the matmul reads x with
+dropout, which is drawn again in the backward pass, so that x is saved once for all matmuls that read it.
 
 `linear` is the differentiable function that the modules of a model call. Layers with collectives between the matmuls
 (parallel/tensor.py) call the three functions themselves, and `weight_gradient_or_defer` in the backward pass.
@@ -17,6 +18,7 @@ Shapes: x (..., D), W (F, D), y (..., F); grouped: x (R, D), W (E, F, D), y (R, 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,12 +27,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.model.batch_invariant import replace_operator
+from shardwright.model.dropout import InputDropout, InputMask
 from shardwright.model.fp8 import FORWARD, Fp8Linear
 from shardwright.model.lora_sizes import StoredRow
 from shardwright.model.quantised import decode
 from shardwright.system.torch_private import grouped_mm
 
-Recipe = Fp8Linear | StoredRow
+Recipe = Fp8Linear | StoredRow | InputMask
 """How a matmul takes its operands, other than as they are."""
 
 
@@ -44,6 +47,8 @@ def forward(
 ) -> Tensor:
     """Compute y; written into `out` (contiguous, not grouped) if given. The bias of a grouped matmul is (E, F)."""
     weight, fp8 = _operand(weight, recipe, x.dtype)
+    if isinstance(recipe, InputMask):
+        x = recipe.drop(x)
     if counts_E is not None:
         y_RF = _grouped(x, weight, counts_E, fp8, FORWARD)
         return y_RF if bias_F is None else y_RF + rows_of_experts(bias_F, counts_E, y_RF.shape[0])
@@ -69,6 +74,9 @@ def input_gradient(
     weight, fp8 = _operand(weight, recipe, dy.dtype)
     if counts_E is not None:
         return _grouped(dy, weight.mT, counts_E, fp8, FORWARD if fp8 is None else fp8.gradient)
+    if isinstance(recipe, InputMask):
+        dx = recipe.drop(dy @ weight)
+        return dx if add_to is None else add_to.add_(dx)
     if fp8 is not None:
         dx = fp8.input_gradient(dy, weight)
         return dx if add_to is None else add_to.add_(dx)
@@ -89,6 +97,8 @@ def weight_gradient(
     if counts_E is not None:
         dweight_EFD = grouped_weight_gradient(dy, x, counts_E)
         return dweight_EFD if add_to is None else add_to.add_(dweight_EFD)
+    if isinstance(recipe, InputMask):
+        x = recipe.drop(x)
     if isinstance(recipe, Fp8Linear) and recipe.settings.weight_gradient:
         dweight = recipe.weight_gradient(dy, x)
         return dweight if add_to is None else add_to.add_(dweight)
@@ -102,7 +112,7 @@ def _operand(weight: Tensor, recipe: Recipe | None, dtype: torch.dtype) -> tuple
     """Return the weight as a matmul reads it, and the recipe of fp8, if there is one."""
     if isinstance(recipe, StoredRow):
         return decode(weight, recipe, dtype), None
-    return weight, recipe
+    return weight, recipe if isinstance(recipe, Fp8Linear) else None
 
 
 def _grouped(x_RK: Tensor, weight_ENK: Tensor, counts_E: Tensor, fp8: Fp8Linear | None, dtype: torch.dtype) -> Tensor:
@@ -209,15 +219,27 @@ class Adaptable(Adapted):
 
     lora_a: nn.Parameter
     lora_b: nn.Parameter
+    dropout: InputDropout | None = None
+    """The dropout of the adapter's input, if it has one."""
 
-    def take_adapter(self, other: "Adaptable") -> None:
-        """Take the adapter of a module that this one replaces, if it has one."""
+    def take_adapter(self, other: "Adaptable", **changes: Any) -> None:
+        """Take the adapter of a module that this one replaces, if it has one. `changes`: fields of the dropout."""
         for attribute in ("lora_a", "lora_b") if other.lora_scale else ():
             self.add_adapter(attribute, getattr(other, attribute), other.lora_scale)
+        self.dropout = None if other.dropout is None else replace(other.dropout, **changes)
+
+    def input_mask(self) -> InputMask | None:
+        """Return the mask of the adapter's input in the block that runs; None if nothing is dropped."""
+        return self.dropout.mask() if self.dropout is not None and self.training else None
 
     def low_rank(self, x: Tensor) -> Tensor | None:
         """Return the adapter's output s (x A^T) B^T, or None if there is no adapter."""
-        return self.widen(linear(x, _local(self.lora_a))) if self.lora_scale else None
+        if not self.lora_scale:
+            return None
+        mask = self.input_mask()
+        if mask is not None and torch.compiler.is_compiling():  # the compiler chooses what it computes again
+            x, mask = mask.drop(x), None
+        return self.widen(linear(x, _local(self.lora_a), recipe=mask))
 
     def widen(self, z: Tensor) -> Tensor:
         """Return s z B^T for z = x A^T."""

@@ -136,15 +136,27 @@ def site_keys(keys_B: Tensor, first_site: int, n_sites: int) -> Tensor:
     return _mix(keys_B + sites_S[:, None] * _GOLDEN)
 
 
-def keep_mask(site_keys_B: Tensor, positions_T: Tensor, d: int, p: float) -> Tensor:
+def matrix_key(matrix: str) -> int:
+    """Return the number that `matrix_keys` adds for a matrix of a layer."""
+    return _key(0, f"adapter/{matrix}")
+
+
+def matrix_keys(keys_B: Tensor, key: int) -> Tensor:
+    """Return a layer's keys for the adapter of one matrix, int64 (B,). `key`: its `matrix_key`."""
+    return _mix(keys_B + key)
+
+
+def keep_mask(site_keys_B: Tensor, positions_T: Tensor, d: int, p: float, first: int = 0) -> Tensor:
     """Return which elements dropout keeps: bool (B, T, d), a function of only key, GLOBAL position and feature.
+    `first`: the global number of the first feature.
 
     Each 64-bit word serves four features with 16 bits each, which is a quarter of the work, so `p` is rounded to a
     multiple of 1/65536: `keep_probability(p)` is the exact probability that an element is kept.
     """
     rows_BT = _mix(site_keys_B[:, None] + positions_T * _GOLDEN)
-    groups_G = torch.arange(1, math.ceil(d / _LANES) + 1, device=positions_T.device) * _GOLDEN
-    lanes_BTD = _mix(rows_BT[:, :, None] + groups_G).view(torch.int16)[:, :, :d]
+    before, after = first // _LANES, math.ceil((first + d) / _LANES)
+    groups_G = torch.arange(before + 1, after + 1, device=positions_T.device) * _GOLDEN
+    lanes_BTD = _mix(rows_BT[:, :, None] + groups_G).view(torch.int16)[:, :, first - before * _LANES :][:, :, :d]
     return lanes_BTD >= _dropped_lanes(p) - _LANE_VALUES // 2
 
 

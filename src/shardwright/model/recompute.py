@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from shardwright.model.dropout import drawn_again
 from shardwright.system.torch_private import FakeTensor, keep_compiled_side_effects_once, storage_id, tensor_version
 
 Part = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -92,7 +93,7 @@ def checkpointed(forward: Callable[..., Any], *, decides: bool, compiled: bool =
     def run(*args: Any, **kwargs: Any) -> Any:
         if compiled:
             return _compiled_checkpoint(forward, *args, **kwargs)
-        again = _Decisions(forward) if decides else forward
+        again = drawn_again(_Decisions(forward) if decides else forward)
         return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     return run
@@ -237,7 +238,7 @@ class _RecomputedCall:
     """One call of a part: its inputs, and in the backward pass its outputs with their graph."""
 
     def __init__(self, compute: Part, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-        self.compute: Part | None = compute
+        self.compute: Part | None = drawn_again(compute)
         self.weights = weights
         self.kept = [_keep(x.detach()) for x in inputs]
         self.differentiable = [x.requires_grad for x in inputs]

@@ -365,7 +365,8 @@ class ModelSizes:
     @property
     def draws(self) -> bool:
         """Whether training draws random numbers, which needs random keys."""
-        return self.dropout > 0 or (self.moe is not None and self.moe.force_balance)
+        of_adapters = self.lora is not None and self.lora.dropout > 0
+        return self.dropout > 0 or of_adapters or (self.moe is not None and self.moe.force_balance)
 
     @property
     def qk_dim(self) -> int:

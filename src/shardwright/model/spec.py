@@ -122,6 +122,8 @@ class ModelSpec(ModelSizes):
             yield "lora goes with a model without muP: no rule scales the learning rate of adapters; leave one out"
         if not 0 < lora.alpha < math.inf:
             yield f"lora.alpha={lora.alpha:g} is not a positive number; usual: lora.rank to 2 lora.rank"
+        if not 0 <= lora.dropout < 1:
+            yield f"lora.dropout={lora.dropout:g} is not a probability below 1; valid: 0 <= lora.dropout < 1"
         matrices: dict[str, Row] = {}
         for layer in range(self.n_blocks):
             matrices |= {row.matrix: row for row in layer_rows(self, layer) if can_adapt(row) and not row.adapter}
@@ -142,6 +144,12 @@ class ModelSpec(ModelSizes):
                     f"lora.targets has {target!r}, which names no matrix of this model; "
                     f"{nearest(target, [*groups, *_endings(matrices)])}"
                 )
+        routed = [name for name, row in matrices.items() if row.split == "experts" and lora.takes(name)]
+        if lora.dropout and routed:
+            yield (
+                f"lora.dropout={lora.dropout:g} with an adapter of {routed[0]}: peft has no dropout of adapters of "
+                f"experts; set lora.dropout=0, or leave experts out of lora.targets"
+            )
         small = [(min(row.shape[-2:]), name) for name, row in matrices.items() if lora.takes(name)]
         if small and lora.rank > min(small)[0]:
             side, name = min(small)

@@ -27,15 +27,16 @@ from torch import Tensor, nn
 from shardwright.model.attention import Attention
 from shardwright.model.balance import RealTokens
 from shardwright.model.documents import Documents
-from shardwright.model.dropout import KeyedDropout
+from shardwright.model.dropout import InputDropout, KeyedDropout, draw
 from shardwright.model.feed_forward import FeedForward
 from shardwright.model.latent_attention import LatentAttention
 from shardwright.model.linear_attention import GatedDeltaNet
+from shardwright.model.lora_sizes import LoraSpec
 from shardwright.model.matmul import Linear, linear
 from shardwright.model.modules import FAMILIES, row_of, rows
 from shardwright.model.moe import MoE
 from shardwright.model.norm import last_norm, residual_norm
-from shardwright.model.random import site_keys
+from shardwright.model.random import matrix_key, site_keys
 from shardwright.model.recompute import part
 from shardwright.model.rotary import query_temperature, rotary_table
 from shardwright.model.spec import ModelSpec
@@ -146,7 +147,7 @@ class Transformer(nn.Module):
         self.norm = last_norm(spec)
         self.head = None if spec.tied_embedding else Linear(spec.d_model, spec.vocab_size, bias=False)
         if spec.lora is not None:
-            self._adapt(spec.lora.scale)
+            self._adapt(spec.lora)
 
     def of_types(self, trained: torch.dtype, frozen: torch.dtype) -> Self:
         """Convert the parameters, frozen ones to `frozen`, in place."""
@@ -157,13 +158,17 @@ class Transformer(nn.Module):
                 parameter.data = parameter.data.to(frozen)
         return self
 
-    def _adapt(self, scale: float) -> None:
+    def _adapt(self, lora: LoraSpec) -> None:
         """Add the adapters, without values, and freeze all other parameters."""
         for name, row in rows(self.spec).items():
             if row.adapter:
                 owner, _, attribute = name.rpartition(".")
                 module: Any = self.get_submodule(owner)
-                module.add_adapter(attribute, nn.Parameter(torch.empty(row.shape)), scale)
+                module.add_adapter(attribute, nn.Parameter(torch.empty(row.shape)), lora.scale)
+                if lora.dropout:
+                    module.dropout = InputDropout(
+                        p=lora.dropout, key=matrix_key(owner.partition(".")[2].partition(".")[2])
+                    )
         for name, parameter in self.named_parameters():
             if row_of(self.spec, name).frozen:
                 parameter.requires_grad_(False)
@@ -263,6 +268,7 @@ class Transformer(nn.Module):
         for name, block in self.layers.items():
             if int(name) < self.spec.n_layers:
                 keys_2B = layer_site_keys(random_keys_B, int(name))
+                draw(keys_2B, positions_T)
                 x_BTD = block(x_BTD, positions_T, also[0], keys_2B, *also[1:])
                 self._record_load(block, x_BTD)
         return x_BTD
@@ -282,6 +288,7 @@ class Transformer(nn.Module):
         for number, tokens_BT in enumerate(ahead_KBT, start=self.spec.n_layers):
             module = self.layers[str(number)]
             keys_2B = layer_site_keys(random_keys_B, number)
+            draw(keys_2B, positions_T)
             x_BTD, normed_BTD = module(x_BTD, self.embed_tokens(tokens_BT), positions_T, also[0], keys_2B, *also[1:])
             self._record_load(module, normed_BTD)
             yield self._result(normed_BTD)

@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwright.layout.layout import Layout
 from shardwright.model import matmul
-from shardwright.model.dropout import KeyedDropout
+from shardwright.model.dropout import Draw, KeyedDropout
 from shardwright.model.matmul import Adaptable, Linear, Recipe
 from shardwright.model.modules import layer_rows, row_of
 from shardwright.model.norm import OffsetRMSNorm, RMSNorm
@@ -83,6 +83,18 @@ class TensorAxis:
     def own_tokens(self, positions_T: Tensor) -> Tensor:
         """Return the slice of a tensor over all tokens, its last dim, that belongs to this rank's token shard."""
         return positions_T.unflatten(-1, (self.group.size(), -1))[..., self.group.rank(), :]
+
+    def drawn(self, draw: Draw) -> Draw:
+        """Return a draw of all tokens for tokens in the order of this axis, if they are gathered by rank."""
+        if not self.by_rank:
+            return draw
+        n, keys_B = self.group.size(), draw.keys_B
+        positions_BT = draw.positions_T.expand(len(keys_B), -1)
+        return Draw(keys_B.repeat(n), positions_BT.unflatten(-1, (n, -1)).transpose(0, 1).flatten(0, 1))
+
+    def drawn_of_shard(self, draw: Draw) -> Draw:
+        """Return a draw of all tokens for this rank's token shard."""
+        return Draw(draw.keys_B, self.own_tokens(draw.positions_T))
 
 
 def split_model(model: Transformer, layout: Layout, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
@@ -152,8 +164,11 @@ def _shard(parameter: nn.Parameter, row: Row, mesh: DeviceMesh, flat: DeviceMesh
 
 
 def _narrow_positions(model: Transformer, axis: TensorAxis) -> None:
-    """Give dropout and learned position embeddings, which act on token shards, the positions of this rank's tokens."""
+    """Give dropout, replicated linears and learned position embeddings, which act on token shards, the positions of
+    this rank's tokens."""
     for module in model.modules():
+        if isinstance(module, Adaptable) and module.dropout is not None and module.dropout.place is None:
+            module.dropout = replace(module.dropout, place=axis.drawn_of_shard)
         if isinstance(module, KeyedDropout):
             module.register_forward_pre_hook(lambda _, inputs: (*inputs[:2], axis.own_tokens(inputs[2])))
     if model.position_embedding is not None:
@@ -205,7 +220,8 @@ class SharedInput:
         weights = [local_part(linear.weight) for linear in self.linears]
         weights += [local_part(self.linears[number].lora_a) for number in adapted]
         biases = [None if linear.bias is None else local_part(linear.bias) for linear in self.linears]
-        recipes = [self.recipe] * len(self.linears) + [None] * len(adapted)
+        masks = [self.linears[number].input_mask() for number in adapted]
+        recipes = [*[self.recipe] * len(self.linears), *masks]
         outputs = _ColumnProducts.apply(x_BTD, self.axis, recipes, *weights, *biases, *[None] * len(adapted))
         narrow = dict(zip(adapted, outputs[len(self.linears) :], strict=True))
         return {number: (outputs[number], narrow.get(number)) for number in range(len(self.linears))}
@@ -218,7 +234,7 @@ class ColumnLinear(Adaptable):
     def __init__(self, linear: Linear, shared: SharedInput) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
-        self.take_adapter(linear)
+        self.take_adapter(linear, place=shared.axis.drawn)
         self.shared = shared
         self.index = len(shared.linears)
         shared.linears.append(self)
@@ -236,7 +252,7 @@ class RowLinear(Adaptable):
     def __init__(self, linear: Linear, axis: TensorAxis) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
-        self.take_adapter(linear)
+        self.take_adapter(linear, place=axis.drawn, first=axis.group.rank() * (linear.in_features // axis.group.size()))
         self.axis = axis
         self.saves_first = False
         """See `matmul.Linear`: recomputation skips the last matmul of a block, and its reduction."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -162,7 +163,7 @@ class ImportedAdapter:
                 else:
                     of_experts.setdefault(ours_name, {})[expert] = value
         self._tensors |= {name: _stacked(folder, plain, name, given) for name, given in of_experts.items()}
-        self.spec = replace(plain, lora=_lora(folder, plain, self._tensors, *given.settings))
+        self.spec = replace(plain, lora=_lora(folder, plain, self._tensors, given.settings))
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
         self.dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._tensors.items()}
         with safe_open(inside(folder, ADAPTER_WEIGHTS), framework="pt") as file:
@@ -198,8 +199,8 @@ def _stacked(folder: Path, spec: ModelSpec, name: str, of_experts: Mapping[int, 
     return torch.stack([of_experts[expert] for expert in range(spec.moe.n_experts)])
 
 
-def _lora(folder: Path, spec: ModelSpec, tensors: Mapping[str, Tensor], alpha: float, rslora: bool) -> LoraSpec:
-    """Return the section [lora] of the adapters of a base."""
+def _lora(folder: Path, spec: ModelSpec, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> LoraSpec:
+    """Return the section [lora] of the adapters of a base, with the `settings` of their files."""
     ranks = {tensor.shape[-2] for name, tensor in tensors.items() if name.endswith("lora_a")}
     if len(ranks) != 1:
         raise CheckpointError(
@@ -207,7 +208,7 @@ def _lora(folder: Path, spec: ModelSpec, tensors: Mapping[str, Tensor], alpha: f
             f"rank; merge the adapter with the merge_and_unload of peft"
         )
     matrices = {_ENDING.sub("", name.partition(".")[2].partition(".")[2]) for name in tensors}
-    lora = LoraSpec(rank=ranks.pop(), alpha=float(alpha), targets=tuple(sorted(matrices)), rslora=rslora)
+    lora = LoraSpec(rank=ranks.pop(), targets=tuple(sorted(matrices)), **settings)
     # transformers has no multi-token prediction modules, which come after the layers: their adapters are new.
     wanted = {
         f"layers.{layer}.{row.name}"

@@ -362,6 +362,8 @@ def switched_off(case: Case, layout: Layout) -> Iterator[tuple[str, Setting]]:
         yield "accumulation", (_accumulating(case, layout, 1), layout)
     if case.spec.dropout:
         yield "dropout", (replace(case, spec=replace(case.spec, dropout=0.0)), layout)
+    if (lora := case.spec.lora) is not None and lora.dropout:
+        yield "lora.dropout", (replace(case, spec=replace(case.spec, lora=replace(lora, dropout=0.0))), layout)
 
 
 def _accumulating(case: Case, layout: Layout, accumulation: int) -> Case:
@@ -390,6 +392,8 @@ def _name(setting: Setting) -> str:
     extra = [f"accumulation {n}"] if (n := case.accumulation(layout)) > 1 else []
     extra += ["stages of the batch"] if case.stages else []
     extra += [f"dropout {case.spec.dropout:g}"] if case.spec.dropout else []
+    lora = case.spec.lora
+    extra += [f"lora.dropout {lora.dropout:g}"] if lora is not None and lora.dropout else []
     return ", ".join([str(layout), *extra])
 
 

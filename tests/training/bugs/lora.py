@@ -12,6 +12,7 @@ from tests.training.worlds import SPEC
 
 _LORA: dict[str, Any] = {"lora": LoraSpec(rank=3, alpha=6.0)}
 _OF_EXPERTS: dict[str, Any] = {"lora": LoraSpec(rank=3, alpha=6.0, targets=("experts",)), "moe": EXPERTS}
+_DROPPED: dict[str, Any] = {"lora": LoraSpec(rank=3, alpha=6.0, dropout=0.3)}
 _QUANTISED: dict[str, Any] = {"lora": LoraSpec(rank=3, alpha=6.0, base="nf4"), "d_ffn": 160}
 _IN_8_BITS = _QUANTISED | {"lora": LoraSpec(rank=3, alpha=6.0, base="int8")}
 _BASE_TESTS = "tests/training/test_quantised_base.py"
@@ -54,6 +55,53 @@ SCALE: dict[str, AnyBug] = {
         ),
         [TP, SP],
         spec=_LORA,
+    ),
+}
+MASK: dict[str, AnyBug] = {
+    "all adapters of a layer drop the same elements": UnitBug(
+        Mutation(
+            "shardwright.model.dropout:InputDropout.mask", "matrix_keys(placed.keys_B, self.key)", "placed.keys_B"
+        ),
+        f"{_TESTS}:check_that_adapters_drop_their_inputs",
+    ),
+    "adapters drop elements in evaluation": UnitBug(
+        Mutation(
+            "shardwright.model.matmul:Adaptable.input_mask",
+            "self.dropout is not None and self.training",
+            "self.dropout is not None",
+        ),
+        f"{_TESTS}:check_that_adapters_drop_their_inputs",
+    ),
+    "the dropped input of a row-parallel adapter begins with the first feature on every rank": Bug(
+        Mutation(
+            "shardwright.model.dropout:InputDropout.mask",
+            "InputMask(Draw(matrix_keys(placed.keys_B, self.key), placed.positions_T), self.p, self.first)",
+            "InputMask(Draw(matrix_keys(placed.keys_B, self.key), placed.positions_T), self.p, 0)",
+        ),
+        [TP],
+        spec=_DROPPED,
+    ),
+    "the gradient of a dropped input passes where nothing was kept": UnitBug(
+        Mutation("shardwright.model.matmul:input_gradient", "recipe.drop(dy @ weight)", "(dy @ weight)"),
+        f"{_TESTS}:check_gradients_of_a_dropped_input",
+    ),
+    "the A of an adapter is trained on the whole input": UnitBug(
+        Mutation("shardwright.model.matmul:weight_gradient", "x = recipe.drop(x)", "pass"),
+        f"{_TESTS}:check_gradients_of_a_dropped_input",
+    ),
+    "tokens that are gathered by rank are dropped in the order of the sequence": Bug(
+        Mutation(
+            f"{TENSOR}:TensorAxis.drawn",
+            "positions_BT.unflatten(-1, (n, -1)).transpose(0, 1)",
+            "positions_BT.unflatten(-1, (n, -1))",
+        ),
+        [SP],
+        spec=_DROPPED,
+    ),
+    "a block that runs again drops the inputs of adapters as the last one did": Bug(
+        Mutation("shardwright.model.dropout:drawn_again", "before, _draw = _draw, of_now", "before = _draw"),
+        [Layout(recompute="full")],
+        spec=_DROPPED,
     ),
 }
 DTYPE: dict[str, AnyBug] = {

@@ -31,9 +31,9 @@ MASK: dict[str, AnyBug] = {
     ),
     "15: dropout is redrawn in the recomputation": Bug(
         Mutation(
-            "shardwright.model.dropout:KeyedDropout.forward",
-            "keep_mask(site_keys_B, positions_T, x_BTD.shape[-1], self.p)",
-            "keep_mask(site_keys_B + (torch._C._current_graph_task_id() >= 0), positions_T, x_BTD.shape[-1], self.p)",
+            "shardwright.model.dropout:drop",
+            "keep_mask(site_keys_B, positions_T, x_BTD.shape[-1], p, first)",
+            "keep_mask(site_keys_B + (torch._C._current_graph_task_id() >= 0), positions_T, x_BTD.shape[-1], p, first)",
         ),
         [Layout(recompute="full"), Layout(dp_shard=2, zero=3, recompute="full")],
         spec={"dropout": 0.2},
@@ -116,9 +116,9 @@ MASK: dict[str, AnyBug] = {
     ),
     "dropout goes by the place in the tensor": UnitBug(
         Mutation(
-            "shardwright.model.dropout:KeyedDropout.forward",
-            "keep_mask(site_keys_B, positions_T, x_BTD.shape[-1], self.p)",
-            "keep_mask(site_keys_B, torch.arange(len(positions_T)), x_BTD.shape[-1], self.p)",
+            "shardwright.model.dropout:drop",
+            "keep_mask(site_keys_B, positions_T, x_BTD.shape[-1], p, first)",
+            "keep_mask(site_keys_B, torch.arange(len(positions_T)), x_BTD.shape[-1], p, first)",
         ),
         "tests/model/test_dropout.py:test_part_of_a_sequence_is_dropped_as_in_the_whole",
     ),

@@ -187,7 +187,7 @@ SCALE: dict[str, AnyBug] = {
         "tests/model/test_balance.py:test_the_balance_loss_is_that_of_switch_transformers",
     ),
     "dropout does not scale what it keeps": UnitBug(
-        Mutation("shardwright.model.dropout:KeyedDropout.forward", "1 / keep_probability(self.p)", "1.0"),
+        Mutation("shardwright.model.dropout:drop", "1 / keep_probability(p)", "1.0"),
         "tests/model/test_dropout.py:test_dropped_elements_are_zero_and_the_mean_is_kept",
     ),
     "weights of experts are divided by the scores of all experts": UnitBug(
