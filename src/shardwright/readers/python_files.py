@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +116,13 @@ class _PythonFile:
         name = function or next(iter(public), None)
         if name is None:
             scope = self._scope_after(self.module.body)
-            found = (each for key, value in scope.items() for each in self._of_root(key, value))
+            found = chain.from_iterable(self._of_root(key, value) for key, value in scope.items())
         else:
             self.constants = self._constants()
             result = self._run(self.functions[name], {}, DEEPEST)
             if not isinstance(result, PythonCall):
                 raise InputError(f"{self.path}:{self.functions[name].lineno}: {name} returns no configuration")
-            found = self._of_root("", result)
+            found = chain(self._of_root("", result))
         settings: dict[str, Setting] = {}
         for number, each in enumerate(found):
             if number >= MOST_SETTINGS:
