@@ -88,7 +88,11 @@ MASK: dict[str, AnyBug] = {
         preference="dpo",
     ),
     "sequences of pairs of answers are taken for full": UnitBug(
-        Mutation("shardwright.data.samples:PairSamples.__init__", "(split, seq_len, True)", "(split, seq_len, False)"),
+        Mutation(
+            "shardwright.data.samples:PairSamples.__init__",
+            "super().__init__(split, seq_len, padded=True)",
+            "super().__init__(split, seq_len, padded=False)",
+        ),
         "tests/data/test_chat.py:test_samples_of_pairs_have_whole_pairs_of_which_the_answers_count",
     ),
     "modules of multi-token prediction read padding": _bug(
