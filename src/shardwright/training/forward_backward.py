@@ -100,8 +100,8 @@ class ForwardBackward:
             nothing = torch.zeros((), dtype=torch.float64, device=self.device)
             return LossParts(nothing, n_targets, nothing.clone() if self.model.spec.mtp_modules else None)
 
-        self.model.set_batch(len(batch.tokens_ABT), self.loss_scale)
         with self._replayed(batch):
+            self.model.set_batch(len(batch.tokens_ABT), self.loss_scale)
             loss_part = self.model.runner.train(self._microbatches(batch, step), self._loss(batch, n_targets))
         loss_part = loss_part / self.loss_scale
         self.model.complete_gradients()
