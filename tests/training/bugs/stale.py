@@ -111,8 +111,7 @@ STALE: dict[str, AnyBug] = {
         Mutation(
             f"{TRAINER}.forward_backward",
             "self.model.set_batch(len(batch.tokens_ABT), self.loss_scale)\n"
-            "with self._replayed(batch):\n"
-            "    loss_part = self.model.runner.train(self._microbatches(batch, step), self._loss(batch, n_targets))",
+            "loss_part = self.model.runner.train(self._microbatches(batch, step), self._loss(batch, n_targets))",
             "loss_part = self.model.runner.train(self._microbatches(batch, step), self._loss(batch, n_targets))\n"
             "self.model.set_batch(len(batch.tokens_ABT), self.loss_scale)",
         ),
