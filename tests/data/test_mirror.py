@@ -228,6 +228,18 @@ def test_a_manifest_that_names_other_places_writes_nothing(stored: Path, cache: 
     assert not Path(str(cache.folder)).exists()
 
 
+@pytest.mark.parametrize("name", ["../../outside", "/outside", "0" * 31, "A" * 32])
+def test_a_publication_that_names_another_folder_writes_nothing(
+    name: str, stored: Path, cache: TokenCache, tmp_path: Path
+):
+    copy = shutil.copytree(stored, tmp_path / "copy")
+    raw = json.loads((copy / "manifest.json").read_text())
+    (copy / "manifest.json").write_text(json.dumps(raw | {"publication": name}))
+    with pytest.raises(DataError, match="publication"):
+        opened(copy, cache)
+    assert not Path(str(cache.folder)).exists()
+
+
 def test_what_cannot_be_read_is_one_sentence(stored: Path, cache: TokenCache, tmp_path: Path):
     with pytest.raises(DataError, match=r"counted:///nowhere/manifest.json: there is no such file"):
         opened(Path("/nowhere"), cache)

@@ -101,6 +101,11 @@ def test_what_is_not_the_same_prepare_is_refused(whole: Path, tmp_path: Path) ->
     prepare(source, tmp_path / "plain", **OPTIONS | {"publish": False})
     with pytest.raises(DataError, match="was not made with --publish"):
         prepare(source, tmp_path / "plain", **OPTIONS)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=r"files that prepare did not make: tokenizer\.json"):
+        prepare(source, tmp_path / "own", **OPTIONS)
+    assert (tmp_path / "own" / "tokenizer.json").read_text() == "{}"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
     with pytest.raises(DataError, match=r"files that prepare did not make: letter\.txt"):

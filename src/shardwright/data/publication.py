@@ -53,7 +53,9 @@ def publishing(out: Path, given: dict[str, dict[str, Any]]) -> Iterator[Publicat
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise DataError(f"{out}: that is a link or a file; name another --out")
     names = {entry.name for entry in out.iterdir()} if out.exists() else set()
-    if MANIFEST not in names and (others := sorted(name for name in names if not _OURS.fullmatch(name))):
+    # A tokenizer alone is the user's own: a prepare that was killed has also left its lock.
+    ours = {name for name in names if _OURS.fullmatch(name) and (LOCK in names or name not in (TOKENIZER, TEMPLATE))}
+    if MANIFEST not in names and (others := sorted(names - ours)):
         raise DataError(f"{out}: it has files that prepare did not make: {', '.join(others[:5])}; name another --out")
     with sole_owner(out, "--out"):
         manifest = DataManifest.read(out) if (out / MANIFEST).exists() else None

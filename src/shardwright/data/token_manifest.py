@@ -87,7 +87,7 @@ class DataManifest(_Record):
     pairs: bool = False
     """Whether documents 2i and 2i + 1 of a split are the chosen and the rejected answer of one record."""
     splits: dict[str, DataSplit]
-    publication: str | None = None
+    publication: Annotated[str, Field(pattern="^[0-9a-f]{32}$")] | None = None  # a mirror names its folder by it
     """Identifies the folder while `prepare --publish` adds shards to it, and afterwards; None for other folders."""
     unfinished: UnfinishedPrepare | None = None
     """None once all documents of the source are in the shards."""
