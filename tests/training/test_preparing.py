@@ -11,7 +11,9 @@ import pytest
 from shardwright.config import parse
 from shardwright.data.prepare import prepare
 from shardwright.data.token_manifest import DataManifest
-from shardwright.system.errors import ConfigError
+from shardwright.system.errors import ConfigError, DataError
+from shardwright.system.files import sole_owner
+from shardwright.training.preparing import _Prepare, prepare_failure
 from tests.data.publications import OPTIONS, corpus
 from tests.training.runs import checkpoints, train, training, trajectory, write_run_file
 
@@ -74,11 +76,29 @@ def test_a_prepare_that_fails_ends_the_run_with_its_sentence(tmp_path: Path):
     [
         ({"path": "t", "prepare": ["x"]}, "set it to 'shards'"),
         ({"path": "s3://b/t", "order": "shards", "prepare": ["x"]}, "give a local path"),
-        ({"path": "t", "order": "shards", "prepare": ["--glob", "*"]}, "the first is SRC"),
-        ({"path": "t", "order": "shards", "prepare": ["x", "--out=y"]}, "--out is given by the run"),
-        ({"sources": [{"path": "t", "weight": 1.0}], "prepare": ["x"]}, "give each of data.sources its own prepare"),
+        ({"path": "t", "order": "shards", "prepare": ["--glob", "*"]}, "its first element is SRC"),
+        ({"path": "t", "order": "shards", "prepare": ["x", "--out=y"]}, "remove --out"),
+        ({"sources": [{"path": "t", "weight": 1.0}], "prepare": ["x"]}, "data.prepare needs data.path"),
     ],
 )
 def test_a_prepare_that_a_run_cannot_run_is_refused(data: dict[str, object], message: str):
     with pytest.raises(ConfigError, match=message):
         parse({"out": "out", "steps": 1, "batch": {"seq_len": 8, "global_batch": 1}, "data": data})
+
+
+def test_the_wait_for_the_first_shard_of_another_process_has_an_end(tmp_path: Path):
+    log = tmp_path / "logs" / "prepare-0.log"
+    with (
+        sole_owner(tmp_path / "tokens"),
+        _Prepare(["absent"], tmp_path / "tokens", log, starts=True) as waits,
+        pytest.raises(DataError, match=r"no shard after data\.wait_s=0 s: "),
+    ):
+        waits.wait_for_shard(lambda text: None, 0)
+    assert not log.exists()
+
+
+def test_every_process_of_the_run_can_read_why_a_prepare_failed(tmp_path: Path):
+    assert prepare_failure(tmp_path) is None
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "prepare-0.failed").write_text("ended with code 2")
+    assert prepare_failure(tmp_path) == "ended with code 2"

@@ -63,7 +63,7 @@ def mixture_problems(data: DataSection, steps: int | None) -> Iterator[str]:
     for source in sources_of(data) if data.path else data.sources:
         yield from _prepare_problems(source, data.order)
     if data.prepare and data.path is None:
-        yield "data.prepare is the prepare of data.path, which is not given; give each of data.sources its own prepare"
+        yield "data.prepare needs data.path, which is missing; move prepare to an entry of data.sources"
     if data.path is not None and data.sources:
         yield "data.path and data.sources are both given; name the folder of data.path as one of data.sources"
     elif data.path is None and not data.sources:
@@ -84,10 +84,10 @@ def _prepare_problems(source: SourceSection, order: str) -> Iterator[str]:
     if REMOTE in source.path:
         yield f"{source.path!r} is a URL, and prepare writes to a folder of this machine; give a local path"
     if source.prepare[0].startswith("-"):
-        yield f"prepare={source.prepare!r}: the first is SRC, what is read, such as 'hf:NAME' or a file, before options"
+        yield f"prepare={source.prepare!r} starts with an option; its first element is SRC, such as 'hf:NAME' or a file"
     for option in ("--out", "--publish", "--overwrite"):
         if any(each.split("=")[0] == option for each in source.prepare):
-            yield f"prepare: {option} is given by the run, whose path is the folder; leave it out"
+            yield f"prepare: remove {option}; the run passes `--out PATH --publish`, PATH from its source"
 
 
 def _source_problems(data: DataSection) -> Iterator[str]:

@@ -221,8 +221,8 @@ class SourceSection(RunFileSection):
     name: str | None = Field(None, min_length=1, description="what stages and records call it; else its folder's name")
     prepare: list[str] = Field(
         [],
-        description="source and options of `shardwright data prepare`, such as ['hf:NAME', '--tokenizer', 'FILE'], "
-        "which the run then runs beside it to publish the shards of path; needs data.order = shards",
+        description="source and options of `shardwright data prepare`, such as ['hf:NAME', '--tokenizer', 'FILE']; "
+        "the run starts this command, which publishes the shards of path; needs data.order = shards",
     )
     weight: float | None = Field(
         None, description="its share of the samples, relative to the other weights; none: a stage brings it in"
@@ -256,7 +256,7 @@ class DataSection(RunFileSection):
         description="a folder written by `shardwright data prepare`, here or at a URL of fsspec (s3://BUCKET/FOLDER, "
         "gs://, ...); or give sources",
     )
-    prepare: list[str] = Field([], description="prepare of the one source at path, as in [[data.sources]]")
+    prepare: list[str] = Field([], description="as prepare of [[data.sources]], for the folder at path")
     sources: list[SourceSection] = Field([], description="[[data.sources]]: several folders, mixed by weight")
     stages: list[StageSection] = Field([], description="[[data.stages]]: other weights of the sources, from a step on")
     sequences: Literal["packed", "documents"] = Field(

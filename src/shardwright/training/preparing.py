@@ -13,7 +13,7 @@ from shardwright.config.mixture import sources_of
 from shardwright.data.token_manifest import MANIFEST, DataManifest
 from shardwright.runs.folder import LOGS
 from shardwright.system.errors import DataError
-from shardwright.system.files import problem_of_owner, read_bytes
+from shardwright.system.files import problem_of_owner, read_bytes, write_whole
 
 POLL_S = 0.2
 MOST_RESTARTS = 3
@@ -26,7 +26,8 @@ def preparing(config: RunConfig, starts: bool, say: Callable[[str], None]) -> It
 
     `starts`: whether this process starts the prepares; otherwise it waits for another rank's. `say`: prints a remark. A
     prepare that was killed is started again. Prepares that still run are ended after the block; the next run
-    continues them. Raises DataError with the reason of a prepare that fails before its first shard.
+    continues them. Raises DataError with the reason of a prepare that fails before its first shard, and if no shard is
+    published within `data.wait_s`. `prepare_failure` returns the reason of a later failure.
     """
     with ExitStack() as stack:
         logs = Path(config.out) / LOGS
@@ -36,8 +37,14 @@ def preparing(config: RunConfig, starts: bool, say: Callable[[str], None]) -> It
             if source.prepare
         ]
         for each in running:
-            each.wait_for_shard(say)
+            each.wait_for_shard(say, config.data.wait_s)
         yield
+
+
+def prepare_failure(out: Path) -> str | None:
+    """Return why a prepare of the run in the folder `out` failed, or None. Every process of the run can call it."""
+    failures = sorted((out / LOGS).glob("prepare-*.failed"))
+    return "; ".join(read_bytes(path).decode(errors="replace") for path in failures) or None
 
 
 class _Prepare:
@@ -47,50 +54,75 @@ class _Prepare:
         self._command = [sys.executable, "-m", "shardwright", "data", "prepare", *arguments]
         self._command += ["--out", str(out), "--publish"]
         self._out, self._log, self._starts = out, log, starts
-        self._failure: str | None = None
+        self._failed = log.with_suffix(".failed")
         self._ending = threading.Event()
+        self._lock = threading.Lock()
+        """Held while a process is started or ended, so that none is started after the end of the block."""
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "_Prepare":
-        # A folder that another prepare writes, perhaps of a run that was killed, only has to be waited for.
-        if self._starts and not self._complete() and problem_of_owner(self._out) is None:
-            self._start()
+        if self._starts:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            self._failed.unlink(missing_ok=True)
+            self._log.unlink(missing_ok=True)
             self._thread = threading.Thread(target=self._watch, name="shardwright-prepare", daemon=True)
             self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ending.set()
-        if self._process is not None and self._thread is not None:
-            with suppress(ProcessLookupError):
-                self._process.terminate()
+        with self._lock:
+            self._ending.set()
+            if self._process is not None:
+                with suppress(ProcessLookupError):
+                    self._process.terminate()
+        if self._thread is not None:
             self._thread.join()
 
-    def wait_for_shard(self, say: Callable[[str], None]) -> None:
-        """Return when a shard is published. Raises DataError if the prepare fails before."""
+    def wait_for_shard(self, say: Callable[[str], None], wait_s: float) -> None:
+        """Return when a shard is published. Raises DataError if the prepare fails before, or after `wait_s` seconds."""
+        end_s = time.monotonic() + wait_s
         if not self._has_shard():
             say(f"waiting for the first shard of {self._out}: {self._log}")
         while not self._has_shard():
-            if self._failure is not None:
-                raise DataError(self._failure)
+            if self._failed.exists():
+                raise DataError(read_bytes(self._failed).decode(errors="replace"))
+            if time.monotonic() >= end_s:
+                owner = problem_of_owner(self._out)
+                raise DataError(
+                    f"{self._out} has no shard after data.wait_s={wait_s:g} s{f': {owner}' if owner else ''}; see "
+                    f"{self._log}, or raise data.wait_s"
+                )
             time.sleep(POLL_S)
 
-    def _start(self) -> None:
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    def _start(self) -> bool:
+        """Start the prepare, unless the block has ended. Return whether it was started."""
+        with self._lock:
+            if self._ending.is_set():
+                return False
+            with self._log.open("ab") as log:
+                self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            return True
 
     def _watch(self) -> None:
+        # Another prepare, perhaps of a run that was killed, may still write the folder.
+        while problem_of_owner(self._out) is not None:
+            if self._ending.wait(POLL_S):
+                return
+        if self._complete():
+            return
         restarts, published = 0, self._n_shards()
-        while self._process is not None and (code := self._process.wait()) != 0 and not self._ending.is_set():
+        while self._start():
+            assert self._process is not None
+            if (code := self._process.wait()) == 0 or self._ending.is_set():
+                return
             restarts = 0 if self._n_shards() > published else restarts + 1
             published = self._n_shards()
             if code > 0 or restarts > MOST_RESTARTS:
                 ended = f"was killed by signal {-code} {restarts} times" if code < 0 else f"ended with code {code}"
-                self._failure = f"`data prepare` of {self._out} {ended}: {self._last_words()}"
+                reason = f"`data prepare` of {self._out} {ended}: {self._last_words()}"
+                write_whole(self._failed, reason.encode())
                 return
-            self._start()
 
     def _last_words(self) -> str:
         lines = read_bytes(self._log).decode(errors="replace").strip().splitlines()

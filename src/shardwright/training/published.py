@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from shardwright.data.batches import Batches
+from shardwright.training.preparing import prepare_failure
 from shardwright.training.sources import RunSamples
 
 POLL_S = 0.5
@@ -37,13 +39,16 @@ class PublishedSamples:
             for each in order.orders:
                 each.grow()
             late = time.monotonic() - since_s >= data.wait_s
-            here = torch.tensor([*(each.published for each in order.orders), -int(self._asked()), -int(late)])
+            failure = prepare_failure(Path(self.samples.config.out))
+            ends = [-int(self._asked()), -int(failure is not None), int(late)]
+            here = torch.tensor([*(each.published for each in order.orders), *ends])
             dist.all_reduce(here, dist.ReduceOp.MIN)
-            *agreed, asked, late = here.tolist()
+            *agreed, asked, failed, late = here.tolist()
             if agreed != self._agreed:
                 self._agreed, since_s = agreed, time.monotonic()
-            elif late and not order.is_within(needed, self._agreed):
-                self.shortage = f"{self._missing(needed)}; data.wait_s={data.wait_s:g} s have passed"
+            elif (failed or late) and not order.is_within(needed, self._agreed):
+                reason = failure or ("a prepare failed" if failed else f"data.wait_s={data.wait_s:g} s have passed")
+                self.shortage = f"{self._missing(needed)}; {reason}"
                 return False
             if order.is_within(needed, self._agreed):
                 return True

@@ -117,10 +117,12 @@ def _run(
             log.end(done)
         stop.settle()
     if published.shortage is not None:
-        raise DataError(
-            f"{published.shortage}; the run is saved up to step {done} of {config.steps}; continue `data prepare`, "
-            f"then the run with --resume"
+        saved = (
+            f"the run is saved up to step {done} of {config.steps}; continue `data prepare`, then the run with --resume"
+            if checkpoints.store.path_of(done).exists()
+            else f"no step of {config.steps} is saved; continue `data prepare`, then give the same command again"
         )
+        raise DataError(f"{published.shortage}; {saved}")
     _report_end(config, start, done, checkpoints, log)
     return done < config.steps
 

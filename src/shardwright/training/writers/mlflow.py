@@ -5,12 +5,13 @@ import importlib.util
 import os
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 from shardwright.config import RunConfig
 from shardwright.runs.records import Record
 from shardwright.system.errors import without_secrets
-from shardwright.system.files import real_path
+from shardwright.system.files import problem_of_owner, real_path
 from shardwright.training.writers.writer import MetricsWriter, WriterKind, numbers_of
 
 FOLDER_TAG = "shardwright.folder"
@@ -37,7 +38,8 @@ class MLflow(MetricsWriter):
     asked to stop before it, and FAILED after an error.
     """
 
-    def __init__(self, uri: str, config: RunConfig, first_step: int) -> None:
+    def __init__(self, uri: str, config: RunConfig, first_step: int, failed: bool = False) -> None:
+        """`failed`: the run has ended, and its MLflow run is taken only if its status is RUNNING or FAILED."""
         for name, value in _DEFAULTS.items():
             os.environ.setdefault(name, value)
         from mlflow.entities import Metric, Param
@@ -53,7 +55,7 @@ class MLflow(MetricsWriter):
         experiment = self._client.get_experiment_by_name(name)
         number = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
         earlier = self._client.search_runs([number], f"tags.`{FOLDER_TAG}` = '{digest}'", max_results=1)
-        if first_step and earlier:
+        if first_step and earlier and (not failed or earlier[0].info.status in ("RUNNING", "FAILED")):
             self._run = earlier[0].info.run_id
             self._client.update_run(self._run, status="RUNNING")
             return
@@ -86,8 +88,11 @@ class MLflow(MetricsWriter):
 
 
 def record_failure(config: RunConfig) -> None:
-    """Set the MLflow run of the folder to FAILED, and make one if rank 0 ended before it could."""
-    MLflow(str(config.metrics.mlflow_uri), config, first_step=1).close()
+    """Set the MLflow run of the folder to FAILED if its status is RUNNING or FAILED, otherwise make one.
+
+    If another process owns the folder, the MLflow run is left as it is."""
+    if problem_of_owner(Path(config.out)) is None:
+        MLflow(str(config.metrics.mlflow_uri), config, first_step=1, failed=True).close()
 
 
 def store_problems(config: RunConfig) -> list[str]:
