@@ -179,7 +179,7 @@ def test_a_folder_that_was_replaced_is_not_read_on(whole: Path, tmp_path: Path) 
     complete = DataManifest.read(whole)
     first(complete, 2).written(growing)
     split = open_split(growing, "train")
-    complete.model_copy(update={"publication": "another"}).written(growing)
+    complete.model_copy(update={"publication": "f" * 32}).written(growing)
     with pytest.raises(DataError, match="it was replaced while this process reads it"):
         split.grow()
 

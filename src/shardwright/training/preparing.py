@@ -80,13 +80,16 @@ class _Prepare:
             self._thread.join()
 
     def wait_for_shard(self, say: Callable[[str], None], wait_s: float) -> None:
-        """Return when a shard is published. Raises DataError if the prepare fails before, or after `wait_s` seconds."""
+        """Return when a shard is published. Raises DataError if the prepare fails before, or after `wait_s` seconds in
+        which this process has none running."""
         end_s = time.monotonic() + wait_s
         if not self._has_shard():
             say(f"waiting for the first shard of {self._out}: {self._log}")
         while not self._has_shard():
             if self._failed.exists():
                 raise DataError(read_bytes(self._failed).decode(errors="replace"))
+            if self._process is not None and self._process.poll() is None:  # watched: it publishes, or it fails
+                end_s = time.monotonic() + wait_s
             if time.monotonic() >= end_s:
                 owner = problem_of_owner(self._out)
                 raise DataError(
