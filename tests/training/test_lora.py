@@ -190,6 +190,11 @@ MODELS: dict[str, tuple[dict[str, Any], Layout, LoraSpec]] = {
         LORA,
     ),
     "chunks and scaled experts, tp, ep": (LLAMA4, Layout(tp=2, sequence_parallel=True, ep=2), LORA),
+    "adapters of one expert a rank, zero 3": (
+        {"moe": replace(EXPERTS, n_experts=2, top_k=2)},
+        Layout(dp_shard=4, zero=3, ep=2),
+        replace(OF_EXPERTS, rank=4),
+    ),
     "dropout": ({}, Layout(), DROPPED),
     "dropout of shared experts and latent attention, tp, ep": (DEEPSEEK_V2, TP_EP, DROPPED),
     "dropout, biases, replicas of kv heads": (STARCODER, Layout(tp=4, sequence_parallel=True), DROPPED),

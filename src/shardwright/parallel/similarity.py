@@ -48,7 +48,7 @@ def similar_experts(model: ParallelModel) -> Tensor | None:
     by_layer: dict[int, list[Tensor]] = {}
     for name, parameter in model.named_parameters.items():
         row = row_of(model.spec, name)
-        if row.kind == "expert" and parameter.is_floating_point():  # a quantised base has bytes
+        if row.kind == "expert" and not row.adapter and parameter.is_floating_point():  # a quantised base has bytes
             by_layer.setdefault(_layer_of(name), []).append(parameter)
     found = ((layer, [*map(_sampled, parameters)]) for layer, parameters in by_layer.items())
     most_L3 = _most_similar(model, found)

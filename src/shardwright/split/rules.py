@@ -67,6 +67,11 @@ def batch_invariance_problems(spec: ModelSpec, layout: Layout) -> list[str]:
     """Return one sentence for each reason why a model on a layout cannot compute equal bits in training, scoring and
     generation (`model/batch_invariant.py`)."""
     found = []
+    if spec.moe is not None and spec.moe.capacity_factor:
+        found.append(
+            f"batch invariance with model.moe.capacity_factor={spec.moe.capacity_factor:g}: which tokens an expert "
+            f"drops depends on the other sequences; set capacity_factor=0"
+        )
     if layout.tp > 2:
         found.append(
             f"batch invariance with layout.tp={layout.tp}: an all-reduce of more than two ranks adds their parts of a "
@@ -184,6 +189,16 @@ def expert_shards_fit(moe: MoESpec, size: int, ep: Any, ranks: Any) -> Any:
     return ((moe.n_experts // ep) % ranks == 0) | (size % ranks == 0)
 
 
+def expert_sizes(spec: ModelSpec) -> tuple[tuple[str, int], ...]:
+    """Return the name and the value of each size along which ZeRO may have to shard experts (`expert_shards_fit`): an
+    adapter A of an expert is sharded along its rank."""
+    moe, lora = spec.moe, spec.lora
+    assert moe is not None
+    sizes = (("model.moe.d_ffn", moe.d_ffn), ("model.d_model", spec.d_model))
+    adapted = lora is not None and any(lora.takes(f"ffn.experts.{matrix}") for matrix in ("gate", "up", "down"))
+    return (*sizes, ("lora.rank", lora.rank)) if lora is not None and adapted else sizes
+
+
 def _experts(spec: ModelSpec, layout: Layout) -> Iterator[str]:
     moe = spec.moe
     if moe is None:
@@ -211,7 +226,7 @@ def _experts(spec: ModelSpec, layout: Layout) -> Iterator[str]:
         )
     ranks = layout.expert_dp_shard
     if layout.zero and layout.ep * layout.tp > 1:
-        for name, size in (("model.moe.d_ffn", moe.d_ffn), ("model.d_model", spec.d_model)):
+        for name, size in expert_sizes(spec):
             if not expert_shards_fit(moe, size, layout.ep, ranks):
                 yield (
                     f"layout.zero={layout.zero} shards the experts of a rank over {ranks} ranks (dp_shard x cp x "

@@ -1,7 +1,7 @@
 """The hook that exchanges experts between the ranks of ep by their measured load (`layout.place_experts_every`).
 
 Every rank knows the load of all experts (`ParallelModel.load`), so every rank computes the same orders. A checkpoint
-has the experts in the order of the model: they move home before it is saved, and back after the next step.
+has the experts in the order of the model: they move home before it is saved, and back before the next step.
 """
 
 from collections.abc import Mapping
@@ -40,8 +40,9 @@ class PlaceExperts(Hook):
         if due(taken.step, self.layout.place_experts_every) and self._counts_LE is not None:
             self._place(taken.step, self._counts_LE.tolist())
             self._counts_LE = None
-        if not (taken.due.save or taken.due.save_locally):
-            self._move(self._orders)
+
+    def before_step(self, step: int) -> None:
+        self._move(self._orders)  # also back, after a save at home
 
     def on_save(self, taken: TakenStep) -> None:
         self._move(self.places.home)

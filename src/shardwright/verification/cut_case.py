@@ -150,13 +150,14 @@ def cut_spec(spec: ModelSpec, world_size: int, n_layers: int = _LAYERS) -> Model
         moe=_cut_experts(spec.moe, world_size, min(n_layers, spec.n_layers)) if spec.moe else None,
         init_std=_INIT_GAIN / math.sqrt(d_model if mup is None or not mup.base_width else mup.base_width),
         mup=mup,
-        lora=None if spec.lora is None else _cut_lora(spec.lora),
+        lora=None if spec.lora is None else _cut_lora(spec.lora, world_size if spec.moe else 1),
     )
 
 
-def _cut_lora(lora: LoraSpec) -> LoraSpec:
-    """Return adapters of a lower rank with the same scale, so that the rank stays below the sides of matrices."""
-    rank = min(lora.rank, _RANK)
+def _cut_lora(lora: LoraSpec, up_to: int) -> LoraSpec:
+    """Return adapters of a lower rank with the same scale, so that the rank stays below the sides of matrices. The
+    rank has the same divisors in 1 to `up_to`, because ZeRO may shard adapters of experts along it."""
+    rank = size_like(lora.rank, _RANK, up_to)
     return replace(lora, rank=rank, alpha=lora.scale / replace(lora, rank=rank, alpha=1.0).scale)
 
 
