@@ -66,7 +66,11 @@ class DeepSpeedTrainer:
         if zero not in (0, 1, 2, 3):
             raise InputError(f"zero={zero}: valid: 0, 1, 2, 3")
         experts = options.get("experts", 0)
-        if axes["ep"] > 1 and (experts == 0 or experts % axes["ep"]):
+        if not isinstance(experts, int) or isinstance(experts, bool) or experts < 0:
+            raise InputError(f"experts={experts!r}: valid: a whole number, 0 for none")
+        if axes["ep"] > 1 and not experts:
+            return f"ep={axes['ep']} needs experts; --set experts={2 * axes['ep']}"
+        if axes["ep"] > 1 and experts % axes["ep"]:
             return f"ep={axes['ep']} does not divide experts={experts}; --set experts={2 * axes['ep']}"
         if experts and (zero == 3 or axes["pp"] > 1):
             return "the adapter has experts with ZeRO 0, 1 and 2 and without pp"
