@@ -4,8 +4,8 @@
 
 All runs have the same initial weights and samples, on two ranks; only the keys of LAYOUTS differ. `--set` changes keys
 of the run file, such as the size of the model. The runs of experts have another model, and an exact run of their own.
-Writes a table with the losses along each run, and a picture of how much they are above those of the exact run, to
-`--out`; a run that is there already is not trained again.
+Writes two files to `--out`: a table with the losses along each run, and a picture of the differences from the losses of
+the exact run. A run whose folder exists is not trained again.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def trained(run_file: Path, out: Path, changes: list[str]) -> dict[int, float]:
 
 
 def picture(curves: dict[str, dict[int, float]], path: Path) -> None:
-    """Losses less those of the exact run of their model, after each step at which they were evaluated."""
+    """Differences from the losses of the exact run of the same model, after each evaluated step."""
     figure, axes = plt.subplots(figsize=(7, 4))
     for name, curve in curves.items():
         exact = curves["experts, exact" if name.startswith("experts") else "exact"]

@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/mup"))
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
-    parser.add_argument("--seeds", type=int, default=1, help="losses are means over so many seeds")
+    parser.add_argument("--seeds", type=int, default=1, help="losses are means over N seeds")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--set", action="append", default=[], dest="changes", metavar="KEY=VALUE")
     given = parser.parse_args()

@@ -1,5 +1,5 @@
-"""Proves that choices of experts that generation records are replayed in training: on every layout the gradients are
-those of one process whose routers are told the experts, and a replay of a router's own choices changes nothing."""
+"""Proves that training replays the choices of experts that generation records: on every layout the gradients equal one
+process whose routers get the same experts, and a replay of a router's own choices changes nothing."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -69,10 +69,10 @@ def plain() -> Replay:
     initialise(model, EXPERTS, SEED)
     tokens, weights, experts = batch()
     for place, layer in enumerate(expert_layers(model).values()):
-        own, told = layer.router.pick, experts[:, :, place]
+        own, given = layer.router.pick, experts[:, :, place]
 
-        def pick(scores: Tensor, own: Callable[[Tensor], Tensor] = own, told: Tensor = told) -> Tensor:
-            return torch.where(told >= 0, told, own(scores))
+        def pick(scores: Tensor, own: Callable[[Tensor], Tensor] = own, given: Tensor = given) -> Tensor:
+            return torch.where(given >= 0, given, own(scores))
 
         layer.router.pick = pick  # type: ignore[method-assign,assignment]
     values = model.train()(tokens[:, :-1]).log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
@@ -146,7 +146,7 @@ def test_a_bug_of_the_replay_is_seen(bug: str, right: Replay):
 
 def own_choices(layout: Layout) -> list[float]:
     """Errors of replays of recorded choices: of the log-probabilities by the forward pass, which are equal in each bit,
-    and, after an update, from a process that is told the same experts."""
+    and, after an update, from a process that gets the same experts."""
     model = parallelize(EXPERTS, layout, seq_len=T, seed=SEED, param_dtype=torch.float64, device="cpu")
     prompts = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 1, 2, 3], [7, 7, 1, 4]][model.data_rank :: layout.data_ranks]
     drawn = model.generate(prompts, T - 3, seed=1, batch_size=3, record_experts=True)

@@ -389,8 +389,8 @@ def test_generated_log_probabilities_are_scored_with_equal_bits_in_the_batch_inv
     for score, each in zip(scores, made, strict=True):
         n = len(each["prompt_tokens"])
         assert [token["log_prob"] for token in score["tokens"]][n:] == each["log_probs"]
-    told = run("score", folder / "run", tmp_path / "made.jsonl", *options, "--layout", "cp=2", code=2)
-    assert "batch invariance with layout.cp=2" in told
+    output = run("score", folder / "run", tmp_path / "made.jsonl", *options, "--layout", "cp=2", code=2)
+    assert "batch invariance with layout.cp=2" in output
 
 
 @pytest.mark.parametrize(

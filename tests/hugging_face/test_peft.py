@@ -23,7 +23,7 @@ from shardwright.training.weights import open_weights
 pytest.importorskip("transformers")
 
 from tests.hugging_face.models import FAMILIES, saved
-from tests.training.test_lora import save_adapted
+from tests.training.adapted_models import save_adapted
 
 RANK, ALPHA = 4, 6.0
 FUSED = ("self_attn.qkv_proj",)

@@ -26,7 +26,7 @@ from shardwright.verification import Verifier
 from tests.distributed import run_ranks
 from tests.hugging_face.models import FAMILIES, saved
 from tests.marks import prove, rest_prove
-from tests.training.test_lora import LAYOUTS, LORA, MODELS, adapting, case_of, run_file, save_adapted
+from tests.training.adapted_models import LAYOUTS, LORA, MODELS, adapting, case_of, run_file, save_adapted
 from tests.training.worlds import CASE, EVEN
 
 WIDE = replace(EVEN, d_ffn=160)

@@ -45,15 +45,7 @@ class UnevenLoad:
         """Return the load of the busiest rank for each degree of ep, (n,), as a multiple of the mean. `placed`: experts
         are placed on ranks by their load (`split/placement.py`)."""
         degrees, at = np.unique(ep, return_inverse=True)
-        load_of = _placed if placed else UnevenLoad._busiest
-        return np.array([load_of(self, moe, int(degree)) for degree in degrees])[at]
-
-    def _busiest(self, moe: MoESpec, ep: int) -> float:
-        if self.by_layer:
-            return _mean_busiest(self.by_layer, moe, ep, placed=False)
-        deviations = NormalDist().inv_cdf((ep - 0.375) / (ep + 0.25))
-        load = 1 + self.cv / (moe.n_experts / ep) ** 0.5 * deviations
-        return min(load, ep, moe.n_experts / moe.top_k, moe.capacity_factor or np.inf)
+        return np.array([_busiest(self, moe, int(degree), placed) for degree in degrees])[at]
 
     def dropped(self, moe: MoESpec) -> float:
         """Return the fraction of the tokens of experts that is dropped; 0 without a capacity."""
@@ -67,16 +59,21 @@ class UnevenLoad:
         return self.cv * (normal.pdf(z) - z * (1 - normal.cdf(z)))
 
 
-@lru_cache
-def _placed(load: UnevenLoad, moe: MoESpec, ep: int) -> float:
-    """Return the load of the busiest rank after a placement of the experts by the same loads. With a coefficient of
-    variation, it is the mean over `_DRAWN` layers of drawn normal loads."""
+@lru_cache  # a search asks for the same degrees of ep in each group of layouts
+def _busiest(load: UnevenLoad, moe: MoESpec, ep: int, placed: bool) -> float:
+    """Return `UnevenLoad.busiest` for one degree of ep. With a coefficient of variation, a placement is the mean over
+    `_DRAWN` layers of drawn normal loads, whose experts are placed by these loads."""
     if load.by_layer:
-        return _mean_busiest(load.by_layer, moe, ep, placed=True)
+        return _mean_busiest(load.by_layer, moe, ep, placed=placed)
+    deviations = NormalDist().inv_cdf((ep - 0.375) / (ep + 0.25))
+    unplaced = 1 + load.cv / (moe.n_experts / ep) ** 0.5 * deviations
+    unplaced = min(unplaced, ep, moe.n_experts / moe.top_k, moe.capacity_factor or np.inf)
+    if not placed:
+        return unplaced
     random = Random(0)
     drawn = [[max(0.0, random.gauss(1, load.cv)) for _ in range(moe.n_experts)] for _ in range(_DRAWN)]
     layers = [[expert / (fmean(layer) or 1.0) for expert in layer] for layer in drawn]
-    return min(_mean_busiest(layers, moe, ep, placed=True), load._busiest(moe, ep))
+    return min(_mean_busiest(layers, moe, ep, placed=True), unplaced)
 
 
 def _mean_busiest(layers: Sequence[Sequence[float]], moe: MoESpec, ep: int, *, placed: bool) -> float:

@@ -138,9 +138,8 @@ class Batches:
         self._start_sample = start_sample
         self._left_out = skipped = merged(left_out)
 
-        def read() -> Iterator[
-            Batch | None
-        ]:  # without `self`: the thread that runs it must not keep a dropped Batches alive
+        # Without `self`: the thread that runs it must not keep a dropped Batches alive.
+        def read() -> Iterator[Batch | None]:
             for step in itertools.count(start_step):
                 stage, first = schedule.at(step), start_sample + schedule.samples(start_step, step)
                 n, cuts = stage.global_batch // data_ranks, schedule.cuts(stage)

@@ -188,7 +188,7 @@ class DataManifest(_Record):
         if self.unfinished is not None and self.vocab_size > model_vocab_size:
             raise DataError(
                 f"the model's vocab_size={model_vocab_size} is smaller than the {self.vocab_size} tokens of the data's "
-                f"tokenizer, any of which `data prepare` may still write; set it to {self.vocab_size} or more"
+                f"tokenizer, and `data prepare` may still write each of them; set it to {self.vocab_size} or more"
             )
         rows = f"the model's vocab_size={model_vocab_size}"
         fitting = f"{self.vocab_size} or more (the next multiple of 128: {-(-self.vocab_size // 128) * 128})"

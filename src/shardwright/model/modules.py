@@ -409,3 +409,20 @@ def row_of(spec: ModelSizes, name: str) -> Row:
     row = rows(spec).get(name)
     assert row is not None, f"no row of the {spec.family} family is named {name}"
     return row
+
+
+def parameter_of(tensor: str) -> str:
+    """Return the global name of the parameter that a tensor of a run belongs to: `layers.0.attention.q.weight` for
+    `optimizer/exp_avg/layers.0.attention.q.weight`."""
+    return tensor.rpartition("/")[2]
+
+
+def layer_of(name: str) -> int:
+    """Return the number of the layer of a parameter by its global name, which begins with `layers.`."""
+    return int(name.split(".")[1])
+
+
+def within_layer(name: str) -> str:
+    """Return the name of a parameter or module within its layer: `attention.q.weight` for
+    `layers.0.attention.q.weight`."""
+    return name.split(".", 2)[2]

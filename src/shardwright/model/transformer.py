@@ -33,7 +33,7 @@ from shardwright.model.latent_attention import LatentAttention
 from shardwright.model.linear_attention import GatedDeltaNet
 from shardwright.model.lora_sizes import LoraSpec
 from shardwright.model.matmul import Linear, linear
-from shardwright.model.modules import FAMILIES, row_of, rows
+from shardwright.model.modules import FAMILIES, row_of, rows, within_layer
 from shardwright.model.moe import MoE
 from shardwright.model.norm import last_norm, residual_norm
 from shardwright.model.random import matrix_key, site_keys
@@ -166,9 +166,7 @@ class Transformer(nn.Module):
                 module: Any = self.get_submodule(owner)
                 module.add_adapter(attribute, nn.Parameter(torch.empty(row.shape)), lora.scale)
                 if lora.dropout:
-                    module.dropout = InputDropout(
-                        p=lora.dropout, key=matrix_key(owner.partition(".")[2].partition(".")[2])
-                    )
+                    module.dropout = InputDropout(p=lora.dropout, key=matrix_key(within_layer(owner)))
         for name, parameter in self.named_parameters():
             if row_of(self.spec, name).frozen:
                 parameter.requires_grad_(False)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from shardwright.model.modules import row_of
+from shardwright.model.modules import layer_of, row_of
 from shardwright.parallel.boxes import gather_whole
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.norm import as_part, local_part
@@ -37,7 +37,7 @@ def similar_routers(model: ParallelModel) -> Tensor | None:
     if model.spec.moe is None or model.layout.offload_parameters != "none":
         return None
     names = [name for name in model.named_parameters if name.endswith(".router.weight")]
-    return _most_similar(model, ((_layer_of(name), [gather_whole(model.named_parameters[name])]) for name in names))
+    return _most_similar(model, ((layer_of(name), [gather_whole(model.named_parameters[name])]) for name in names))
 
 
 @torch.no_grad()
@@ -49,7 +49,7 @@ def similar_experts(model: ParallelModel) -> Tensor | None:
     for name, parameter in model.named_parameters.items():
         row = row_of(model.spec, name)
         if row.kind == "expert" and not row.adapter and parameter.is_floating_point():  # a quantised base has bytes
-            by_layer.setdefault(_layer_of(name), []).append(parameter)
+            by_layer.setdefault(layer_of(name), []).append(parameter)
     found = ((layer, [*map(_sampled, parameters)]) for layer, parameters in by_layer.items())
     most_L3 = _most_similar(model, found)
     orders = {} if model.places is None else model.places.orders
@@ -72,10 +72,6 @@ def _most_similar(model: ParallelModel, layers: Iterable[tuple[int, list[Tensor]
     if model.groups.pp is not None:
         dist.all_reduce(most_L3, dist.ReduceOp.MAX, group=model.groups.pp)
     return most_L3
-
-
-def _layer_of(name: str) -> int:
-    return int(name.split(".")[1])
 
 
 def _sampled(parameter: Tensor) -> Tensor:

@@ -67,25 +67,18 @@ def groups(
     """
     n_groups = 0
     for pp in divisors(job.cluster.size):
-        for found in groups_of(job, pp, offload, condition):
+        for found, _, kept in masked_groups(job, pp, offload, condition):
             n_groups += 1
-            yield found
+            yield found.take(kept)
     if not n_groups:
         raise LayoutError(no_layout(job))
-
-
-def groups_of(
-    job: Job, pp: int, offload: Mapping[str, Any] = MappingProxyType({}), condition: Condition | None = None
-) -> Iterator[Candidates]:
-    """Yield the `groups` with pipelines of `pp` ranks; there may be none."""
-    for found, _, kept in masked_groups(job, pp, offload, condition):
-        yield found.take(kept)
 
 
 def masked_groups(
     job: Job, pp: int, offload: Mapping[str, Any] = MappingProxyType({}), condition: Condition | None = None
 ) -> Iterator[tuple[Candidates, "CandidateRows", Mask]]:
-    """Yield for each of `groups_of` all rows as candidates, the rows, and the mask of the rows in the group."""
+    """Yield for each of the `groups` with pipelines of `pp` ranks all rows as candidates, the rows, and the mask of the
+    rows in the group; nothing if there is no group."""
     by_method: dict[str, CandidateRows] = {}
     for shared in _in_nodes(job, _shared(pp, job.model.n_layers, tuple(offload.items()))):
         method = shared.cp_method

@@ -225,12 +225,11 @@ def _dense_layers(values: Values, n_layers: int) -> dict[str, Any]:
     if 1 not in pattern:
         values.wrong("moe_layer_freq", "no layer has experts; leave --num-experts out")
         return {}
-    dense = [layer for layer, has_experts in enumerate(pattern) if not has_experts]
     first = pattern.index(1)
-    interval = pattern.index(1) + 1
-    if interval > 1 and pattern == [int((layer + 1) % interval == 0) for layer in range(n_layers)]:
-        return {"interval": interval}
-    return {"first_dense": first, "dense_layers": tuple(layer for layer in dense if layer > first)}
+    if first and pattern == [int((layer + 1) % (first + 1) == 0) for layer in range(n_layers)]:
+        return {"interval": first + 1}
+    later = tuple(layer for layer in range(first, n_layers) if not pattern[layer])
+    return {"first_dense": first, "dense_layers": later}
 
 
 def _refuse_mamba(values: Values) -> None:

@@ -9,7 +9,6 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -114,17 +113,16 @@ class _PythonFile:
         if function is not None and function not in self.functions:
             raise InputError(f"{self.path}: no function {function}; it has {', '.join(self.functions) or 'none'}")
         name = function or next(iter(public), None)
+        roots: dict[str, Any] = {}
         if name is None:
-            scope = self._scope_after(self.module.body)
-            found = chain.from_iterable(self._of_root(key, value) for key, value in scope.items())
+            self._body(self.module.body, roots, DEEPEST)
         else:
             self.constants = self._constants()
-            result = self._run(self.functions[name], {}, DEEPEST)
-            if not isinstance(result, PythonCall):
+            roots[""] = self._run(self.functions[name], {}, DEEPEST)
+            if not isinstance(roots[""], PythonCall):
                 raise InputError(f"{self.path}:{self.functions[name].lineno}: {name} returns no configuration")
-            found = chain(self._of_root("", result))
         settings: dict[str, Setting] = {}
-        for number, each in enumerate(found):
+        for number, each in enumerate(setting for key, value in roots.items() for setting in self._of_root(key, value)):
             if number >= MOST_SETTINGS:
                 raise InputError(f"{self.path}: more than {MOST_SETTINGS:,} values; a configuration has fewer")
             settings[each.option] = each
@@ -145,11 +143,6 @@ class _PythonFile:
                 scope |= {name: _Unknown(f"{name}, which line {statement.lineno} may set") for name in stored}
         return scope
 
-    def _scope_after(self, body: list[Any]) -> dict[str, Any]:
-        scope: dict[str, Any] = {}
-        self._body(body, scope, DEEPEST)
-        return scope
-
     def _run(self, function: ast.FunctionDef, scope: dict[str, Any], depth: int) -> Any:
         """Return what a function of the file returns; `scope`: its arguments."""
         self.calls += 1
@@ -162,8 +155,9 @@ class _PythonFile:
             if isinstance(statement, ast.Return):
                 return None if statement.value is None else self._value(statement.value, scope, depth)
             if isinstance(statement, ast.Assign):
+                value = self._value(statement.value, scope, depth)
                 for target in statement.targets:
-                    self._assign(target, self._value(statement.value, scope, depth), scope, statement.lineno)
+                    self._assign(target, value, scope, statement.lineno)
             elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
                 self._assign(statement.target, self._value(statement.value, scope, depth), scope, statement.lineno)
             elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
@@ -178,15 +172,14 @@ class _PythonFile:
 
     def _statement_call(self, node: ast.Call, scope: dict[str, Any], depth: int) -> None:
         """Follow a call whose value is not used; what cannot be followed is named."""
+        why = ""
         if isinstance(node.func, ast.Name) and (function := self.functions.get(node.func.id)):
             try:
                 self._run(function, self._bound(function, node, scope, depth), depth)
                 return
             except InputError as error:
-                reasons = "; ".join(error.problems)
-                self.skipped.append(f"{self._where(node)}: {ast.unparse(node)[:60]} is not evaluated ({reasons})")
-                return
-        self.skipped.append(f"{self._where(node)}: {ast.unparse(node)[:60]} is not evaluated")
+                why = f" ({'; '.join(error.problems)})"
+        self.skipped.append(f"{self._where(node)}: {ast.unparse(node)[:60]} is not evaluated{why}")
 
     def _where(self, node: ast.expr) -> str:
         return f"{self.path}:{node.lineno}"
@@ -202,22 +195,19 @@ class _PythonFile:
         if not all(isinstance(each, ast.Name | ast.Attribute | ast.expr_context) for each in ast.walk(target)):
             raise InputError(f"{self.path}:{line}: {ast.unparse(target)[:60]} = ... would have to be executed")
         *sections, name = ast.unparse(target).split(".")
-        placed = value if isinstance(value, _Placed) else _Placed(value, f"{self.path}:{line}")
+        placed = _placed(value, f"{self.path}:{line}")
         if not sections:
             scope[name] = placed.value if isinstance(placed.value, PythonCall) else placed
             return
-        holder = scope.setdefault(sections[0], PythonCall("", placed.where))
+        holder = _plain(scope.setdefault(sections[0], PythonCall("", placed.where)))
+        if not isinstance(holder, PythonCall):
+            return
         for section in sections[1:]:
-            holder = _plain(holder)
-            if not isinstance(holder, PythonCall):
-                break
             inner = _plain(holder.keywords.get(section))
             if not isinstance(inner, PythonCall):
                 inner = holder.keywords[section] = PythonCall("", placed.where)
             holder = inner
-        holder = _plain(holder)
-        if isinstance(holder, PythonCall):
-            holder.keywords[name] = placed
+        holder.keywords[name] = placed
 
     def _value(self, node: ast.expr, scope: dict[str, Any], depth: int) -> Any:
         """Return the value of an expression: a constant, a list, a call as data, or an unknown value."""

@@ -19,7 +19,7 @@ from shardwright.hugging_face.peft import adapted_matrices, adapter_files, fused
 from shardwright.hugging_face.reader import HuggingFaceWeights
 from shardwright.hugging_face.writer import TensorToWrite, tensor_of_file, write_safetensors
 from shardwright.model.lora_sizes import LoraSpec, adapter_names
-from shardwright.model.modules import layer_rows, row_of, rows
+from shardwright.model.modules import layer_rows, row_of, rows, within_layer
 from shardwright.model.quantised import fill_box
 from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import CheckpointError, InputError
@@ -207,7 +207,7 @@ def _lora(folder: Path, spec: ModelSpec, tensors: Mapping[str, Tensor], settings
             f"{folder}: its adapters have the ranks {', '.join(map(str, sorted(ranks)))}, and all of a run have one "
             f"rank; merge the adapter with the merge_and_unload of peft"
         )
-    matrices = {_ENDING.sub("", name.partition(".")[2].partition(".")[2]) for name in tensors}
+    matrices = {_ENDING.sub("", within_layer(name)) for name in tensors}
     lora = LoraSpec(rank=ranks.pop(), targets=tuple(sorted(matrices)), **settings)
     # transformers has no multi-token prediction modules, which come after the layers: their adapters are new.
     wanted = {

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from shardwright.model.lora_sizes import LoraSpec
+from shardwright.model.modules import parameter_of
 from shardwright.model.spec import spec_as_json, with_defaults
 from shardwright.parallel.objects import gathered
 from shardwright.system.errors import CheckpointError, DamagedError, WorkerError
@@ -193,7 +194,7 @@ def _differences(
         return found
     for name in sorted(tensors.keys() | manifest.tensors.keys()):
         saved, here = manifest.tensors.get(name), tensors.get(name)
-        if here is None and name.rpartition("/")[2] in trainer.model.held_on:
+        if here is None and parameter_of(name) in trainer.model.held_on:
             continue  # on another pipeline stage
         if saved is None or here is None:
             differing.append(f"{name} is {'not in it' if saved is None else 'not in this run'}")

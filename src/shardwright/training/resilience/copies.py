@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwright.model.modules import row_of
+from shardwright.model.modules import parameter_of, row_of
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.norm import local_part
 from shardwright.parallel.objects import gathered
@@ -76,7 +76,7 @@ def _groups(
             ranks_of[group] = tuple(sorted(dist.get_process_group_ranks(group)))
         return ranks_of[group]
 
-    here, parameter = dist.get_rank(), name.rpartition("/")[2]
+    here, parameter = dist.get_rank(), parameter_of(name)
     others: set[int] = set()
     """Ranks with other shards, along any axis."""
     if isinstance(tensor, DTensor):
