@@ -183,6 +183,14 @@ def test_a_mirror_grows_with_the_folder_at_the_url(whole: Path, tmp_path: Path) 
     assert again.folder == there.folder, "the complete folder has the same mirror"
 
 
+def test_a_first_shard_that_is_too_short_is_named(whole: Path) -> None:
+    shard = open_split(whole, VALIDATION, first_only=True)
+    assert shard.n_tokens < open_split(whole, VALIDATION).n_tokens
+    said = f"the first shard of the validation split, .* has {shard.n_tokens} tokens, .* or --shard-tokens"
+    with pytest.raises(DataError, match=said):
+        PackedSamples(shard, shard.n_tokens)
+
+
 def first(manifest: DataManifest, n_shards: int) -> DataManifest:
     """The manifest as it was after the first shards."""
     splits = {
