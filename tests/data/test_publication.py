@@ -2,6 +2,7 @@
 continues to the same tokens, and that the order of samples does not depend on how many shards were published."""
 
 import os
+import re
 import shutil
 from bisect import bisect_left
 from pathlib import Path
@@ -9,6 +10,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from shardwright.config.sections import TokenCache
 from shardwright.data.corpus_writer import VALIDATION
@@ -96,6 +98,14 @@ def test_what_is_not_the_same_prepare_is_refused(whole: Path, tmp_path: Path) ->
     source, tokens = whole.parent / "x.jsonl", whole
     with pytest.raises(DataError, match=r"written with shard_tokens=3000, not 4000; give the same options to continue"):
         prepare(source, tokens, **OPTIONS | {"shard_tokens": 4_000})
+    for given, said in (
+        ({"vocab_size": 301}, "vocab_size=300, not 301"),
+        ({"tokenizer_sample": 10_000}, "tokenizer_sample=268435456, not 10000"),
+        ({"max_tokens": 10_000}, "no max_tokens, not 10000"),
+        ({"tokenizer": tokens / "tokenizer.json"}, "vocab_size=300, not none; tokenizer_sample=268435456, not none"),
+    ):
+        with pytest.raises(DataError, match=said):
+            prepare(source, tokens, **OPTIONS | given)
     with pytest.raises(DataError, match=r"--overwrite replaces .* leave one out"):
         prepare(source, tokens, overwrite=True, **OPTIONS)
     prepare(source, tmp_path / "plain", **OPTIONS | {"publish": False})
@@ -110,6 +120,25 @@ def test_what_is_not_the_same_prepare_is_refused(whole: Path, tmp_path: Path) ->
     (tmp_path / "mine" / "letter.txt").write_text("dear")
     with pytest.raises(DataError, match=r"files that prepare did not make: letter\.txt"):
         prepare(source, tmp_path / "mine", **OPTIONS)
+
+
+def test_a_complete_folder_is_refused_for_another_tokenizer_separator_or_end(whole: Path, tmp_path: Path) -> None:
+    source, tokens = whole.parent / "x.jsonl", tmp_path / "tokens"
+    file = Tokenizer.from_file(str(whole / "tokenizer.json"))
+    file.add_special_tokens(["<|end|>"])
+    file.save(str(tmp_path / "tokenizer.json"))
+    options = OPTIONS | {"tokenizer": tmp_path / "tokenizer.json", "max_tokens": 2_000}
+    complete = prepare(source, tokens, **options)
+    assert complete.unfinished is None
+    for given, said in (
+        ({"max_tokens": None}, "max_tokens=2000, not none"),
+        ({"separator": "<|end|>"}, "another separator than '<|end|>'"),
+        ({"tokenizer": whole / "tokenizer.json"}, "another tokenizer.json"),
+        ({"tokenizer": None}, "no vocab_size, not 300"),
+    ):
+        with pytest.raises(DataError, match=re.escape(said)):
+            prepare(source, tokens, **options | given)
+    assert prepare(source, tokens, **options | {"vocab_size": 400}) == complete, "only a tokenizer trained here has it"
 
 
 def test_the_order_does_not_depend_on_the_number_of_published_shards() -> None:
@@ -157,6 +186,14 @@ def test_a_mirror_grows_with_the_folder_at_the_url(whole: Path, tmp_path: Path) 
     assert {path.name for path in mirror.iterdir()} == {"manifest.json", *complete.sha256_of_files}
     again = open_split(f"file://{growing}", "train", cache)
     assert again.folder == there.folder, "the complete folder has the same mirror"
+
+
+def test_a_first_shard_that_is_too_short_is_named(whole: Path) -> None:
+    shard = open_split(whole, VALIDATION, first_only=True)
+    assert shard.n_tokens < open_split(whole, VALIDATION).n_tokens
+    said = f"the first shard of the validation split, .* has {shard.n_tokens} tokens, .* or --shard-tokens"
+    with pytest.raises(DataError, match=said):
+        PackedSamples(shard, shard.n_tokens)
 
 
 def first(manifest: DataManifest, n_shards: int) -> DataManifest:

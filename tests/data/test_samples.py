@@ -16,6 +16,8 @@ PROMPT = 65_000  # tokens from this id on are of a prompt
 class Row:
     """The part of TokenSplit that samples use, over an array."""
 
+    called, first_only = TokenSplit.called, False
+
     def __init__(self, *documents: list[int], name: str = "train") -> None:
         self.name, self.separator_id, self.n_documents, self.mirrored = name, SEPARATOR, len(documents), False
         self._row = np.array([id for document in documents for id in [*document, SEPARATOR]], np.uint16)

@@ -58,6 +58,21 @@ def test_eval_of_a_run_gives_its_validation_loss(folder: Path):
     assert "--data is missing" in run("eval", folder / "hf", code=2)
 
 
+def test_eval_of_a_run_on_shards_evaluates_the_shard_that_the_run_does(folder: Path):
+    prepare(folder / "lines.jsonl", folder / "shards", vocab_size=300, validation=0.3, shard_tokens=600)
+    text = (folder / "run.toml").read_text().replace('path = "tokens"', 'path = "shards", order = "shards"')
+    text = text.replace('out = "out"', 'out = "by-shards"').replace("samples = 7", "samples = 1000")
+    (folder / "by-shards.toml").write_text(text)
+    start(load(folder / "by-shards.toml", ["steps=1"]), quiet=True)
+    lines = [json.loads(line) for line in (folder / "by-shards" / "metrics.jsonl").read_text().splitlines()]
+    logged = [line["loss"] for line in lines if line["kind"] == "evaluation"][-1]
+    result = json.loads(run("eval", folder / "by-shards", "--json"))
+    assert result["loss"] == pytest.approx(logged, rel=1e-6)
+    whole = json.loads(run("eval", folder / "by-shards", "--data", folder / "shards", "--json"))
+    assert whole["n_samples"] > result["n_samples"] > 0
+    assert whole["loss"] != pytest.approx(logged, rel=1e-6)
+
+
 def test_a_run_with_experts_on_documents_does_not_depend_on_seq_len(folder: Path, tmp_path: Path):
     splits = [open_split(folder / "tokens", name) for name in ("train", "validation")]
     longest = max(int(split.document_lengths().max()) for split in splits)

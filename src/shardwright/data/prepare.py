@@ -186,13 +186,15 @@ def prepare(
     ):
         raise DataError(f"out={out} is inside the source {source}: it would read what it writes; choose another")
     report = _ProgressReporter(corpus.total_bytes(), progress)
-    options = {"validation": validation, "seed": seed, "shard_tokens": shard_tokens}
-    if max_tokens is not None:
-        options["max_tokens"] = max_tokens
+    of_shards = {"validation": validation, "seed": seed, "shard_tokens": shard_tokens, "max_tokens": max_tokens}
+    trained = {"vocab_size": vocab_size, "tokenizer_sample": tokenizer_sample}
+    options = of_shards | (trained if loaded is None else dict.fromkeys(trained))
     if publish and overwrite:
         raise DataError(f"--overwrite replaces {out} at the end, and --publish adds shards to it; leave one out")
     place = publishing(Path(out), {"source": corpus.given, "options": options}) if publish else contextlib.nullcontext()
     with place as begun:
+        if begun is not None:
+            begun.require_tokenizer(loaded, chat)
         if begun is not None and begun.manifest is not None and begun.manifest.unfinished is None:
             return begun.manifest
         with (
@@ -205,26 +207,26 @@ def prepare(
             elif loaded is None:
                 texts = _sample(corpus, seed, tokenizer_sample, report)
                 loaded = train_bpe(texts, vocab_size, sample_bytes=tokenizer_sample)
-            return _write(corpus, folder, loaded, options, report, begun)
+            return _write(corpus, folder, loaded, of_shards, options, report, begun)
 
 
 def _write(
     corpus: _Corpus,
     folder: Path,
     tokenizer: TextTokenizer,
+    of_shards: dict[str, Any],
     options: dict[str, Any],
     report: _ProgressReporter,
     begun: Publication | None,
 ) -> DataManifest:
-    """Write the tokens and the manifest, which with `begun` lists the complete shards while more are written."""
+    """Write the tokens and the manifest, which with `begun` lists the complete shards while more are written.
+    `of_shards`: the `options` of the manifest that the writer of the shards takes."""
     meter, chat = Meter(), corpus.chat
-    if begun is not None:
-        begun.require_tokenizer(tokenizer, chat)
     of_tokenizer = _tokenizer_kept(folder, tokenizer, chat)
     writer = CorpusWriter(
         folder,
         tokenizer,
-        **options,
+        **of_shards,
         per_record=1 if chat is None else chat.per_record,
         masked=chat is not None,
         begun=None if begun is None else begun.manifest,

@@ -29,16 +29,22 @@ class Publication:
     name: str
     manifest: DataManifest | None
 
-    def require_tokenizer(self, tokenizer: TextTokenizer, chat: ChatFormat | None) -> None:
-        """Raise DataError if the shards that are complete were written with another tokenizer or template."""
+    def require_tokenizer(self, tokenizer: TextTokenizer | None, chat: ChatFormat | None) -> None:
+        """Raise DataError if the shards that are complete were written with another tokenizer, separator or template.
+        `tokenizer`: None for the tokenizer in the folder."""
+        if self.manifest is None:
+            return
         template = hashlib.sha256(chat.template.encode()).hexdigest() if chat and chat.template else None
-        for file, here, there in (
-            (TOKENIZER, tokenizer.sha256, self.manifest and self.manifest.tokenizer_sha256),
-            (TEMPLATE, template, self.manifest and self.manifest.chat_template_sha256),
-        ):
-            if self.manifest is not None and here != there:
+        compared = [(TEMPLATE, template, self.manifest.chat_template_sha256)]
+        if tokenizer is not None:
+            compared += [
+                (TOKENIZER, tokenizer.sha256, self.manifest.tokenizer_sha256),
+                (f"separator than {tokenizer.separator!r}", tokenizer.separator, self.manifest.separator),
+            ]
+        for name, here, there in compared:
+            if here != there:
                 raise DataError(
-                    f"{self.folder}: its shards were written with another {file}; give the one in that folder to "
+                    f"{self.folder}: its shards were written with another {name}; give the one in that folder to "
                     f"continue, or choose another --out"
                 )
 
@@ -74,12 +80,12 @@ def _require_settings(out: Path, manifest: DataManifest, given: dict[str, dict[s
     if manifest.publication is None:
         raise DataError(f"{out}: exists already, and was not made with --publish; choose another --out")
     here = json.loads(without_secrets(json.dumps(given)))
-    found = {"source": manifest.source, "options": manifest.options}
+    recorded = {"source": manifest.source, "options": manifest.options}
+    pairs = [(key, recorded[part].get(key), value) for part, values in here.items() for key, value in values.items()]
     differing = [
-        f"{key}={found[part].get(key)!r}, not {value!r}"
-        for part, values in here.items()
-        for key, value in values.items()
-        if found[part].get(key) != value
+        f"{f'no {key}' if before is None else f'{key}={before!r}'}, not {'none' if now is None else repr(now)}"
+        for key, before, now in pairs
+        if before != now
     ]
     if differing:
         raise DataError(

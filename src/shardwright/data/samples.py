@@ -16,7 +16,7 @@ import numpy as np
 from shardwright.config import RunConfig
 from shardwright.config.mixture import name_of, sources_of
 from shardwright.config.sections import DataSection
-from shardwright.data.shards import TokenSplit, open_split
+from shardwright.data.shards import TokenSplit, open_split_of_run
 from shardwright.data.token_manifest import DataManifest
 from shardwright.system.errors import DataError
 from shardwright.system.units import counted
@@ -114,10 +114,12 @@ class PackedSamples(SplitSamples):
         self.mask_boundaries = mask_boundaries
         if len(self) < 1:
             way_out = "prepare more text" if split.name == "train" else "prepare with a larger --validation"
+            if split.first_only:
+                way_out += " or --shard-tokens"
             if split.n_tokens > 1:
                 way_out = f"use seq_len <= {split.n_tokens - 1}, or {way_out}"
             raise DataError(
-                f"the {split.name} split has {counted(split.n_tokens, 'token')}, fewer than "
+                f"{split.called} has {counted(split.n_tokens, 'token')}, fewer than "
                 f"seq_len + 1 = {seq_len + 1}; {way_out}"
             )
 
@@ -158,7 +160,7 @@ class DocumentSamples(SplitSamples):
         self._known_ends = np.empty(0, np.int64)
         if not len(self):
             raise DataError(
-                f"the {split.name} split has {counted(split.n_tokens, 'token')} in "
+                f"{split.called} has {counted(split.n_tokens, 'token')} in "
                 f"{counted(split.n_documents, 'document')}, nothing to predict; prepare more documents"
             )
 
@@ -266,8 +268,7 @@ class PairSamples(SplitSamples):
 
 def open_sources(config: RunConfig, name: str) -> list[SplitSamples]:
     """Return the samples of the split `name` (train, validation) of each source of a run, by its run file; they have
-    the tokens of its longest sequences. With data.order="shards", validation is its first shard, which stays the same
-    while shards are added.
+    the tokens of its longest sequences.
 
     Raises DataError with every problem at once: data that is missing, damaged or has token ids beyond the model's
     vocabulary, sources with different tokenizers, and splits with too few tokens.
@@ -280,8 +281,7 @@ def open_sources(config: RunConfig, name: str) -> list[SplitSamples]:
     for source in sources:
         called = name_of(source)
         try:
-            n_shards = 1 if by_shards and name == "validation" else None
-            split = open_split(source.path, name, config.data.token_cache, n_shards)
+            split = open_split_of_run(source.path, name, config.data)
             manifests[called] = split.manifest
             _check_order(split, source.path, by_shards)
             split.manifest.check_vocabulary(config.spec().vocab_size)

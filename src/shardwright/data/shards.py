@@ -41,9 +41,9 @@ class TokenSplit:
     """All shards of a split as one array of `n_tokens` ids and `n_documents` documents, read by memory map."""
 
     def __init__(
-        self, folder: Path, name: str, manifest: DataManifest, mirror: Mirror | None = None, n_shards: int | None = None
+        self, folder: Path, name: str, manifest: DataManifest, mirror: Mirror | None = None, first_only: bool = False
     ) -> None:
-        """`mirror`: of tokens that are not on this disk. `n_shards`: take the first shards only; None: all."""
+        """`mirror`: of tokens that are not on this disk. `first_only`: take the first shard only."""
         self.folder, self.name, self.manifest, self._mirror = folder, name, manifest, mirror
         self.mirrored = mirror is not None
         self.separator_id = manifest.separator_id
@@ -53,7 +53,8 @@ class TokenSplit:
         self._trained: list[CheckedFile | None] = []
         self._token_ends: list[int] = []
         self._document_ends: list[int] = []
-        self._append(manifest.splits[name].shards[:n_shards])
+        self.first_only = first_only
+        self._append(manifest.splits[name].shards[: 1 if first_only else None])
 
     def _append(self, shards: Sequence[Shard]) -> None:
         for shard in shards:
@@ -65,6 +66,13 @@ class TokenSplit:
             self._document_ends.append(self.n_documents + shard.documents)
             # Last, because another thread may read the split.
             self.n_tokens, self.n_documents = self._token_ends[-1], self._document_ends[-1]
+
+    @property
+    def called(self) -> str:
+        """The split in a sentence."""
+        if self.first_only:
+            return f"the first shard of the {self.name} split, the one that data.order='shards' evaluates,"
+        return f"the {self.name} split"
 
     @property
     def token_ends(self) -> list[int]:
@@ -210,19 +218,25 @@ def _mirror(path: str | Path, cache: TokenCache) -> tuple[Mirror, DataManifest] 
 
 
 def open_split(
-    directory: str | Path, name: str, cache: TokenCache = DEFAULT_CACHE, n_shards: int | None = None
+    directory: str | Path, name: str, cache: TokenCache = DEFAULT_CACHE, *, first_only: bool = False
 ) -> TokenSplit:
     """Return the split `name` ("train", "validation") of a folder of tokens, which may be at a URL, or its first
-    `n_shards` shards; raises as DataManifest.read does."""
+    shard; raises as DataManifest.read does."""
     mirror, manifest = _mirror(directory, cache) or (None, None)
     folder = mirror.folder if mirror else Path(directory)
     manifest = manifest or DataManifest.read(folder)
     if name not in manifest.splits:
         there = nearest(name, manifest.splits) if manifest.splits else "it has none; prepare the data again"
         raise DataError(f"{directory}: no split {name!r}; {there}")
-    split = TokenSplit(folder, name, manifest, mirror, n_shards)
+    split = TokenSplit(folder, name, manifest, mirror, first_only)
     split.check_index()
     return split
+
+
+def open_split_of_run(path: str, name: str, data: DataSection) -> TokenSplit:
+    """Return the split `name` of a source as a run with these `data` reads it. With data.order="shards", validation is
+    its first shard, which stays the same while shards are added. Raises as DataManifest.read does."""
+    return open_split(path, name, data.token_cache, first_only=data.order == "shards" and name == "validation")
 
 
 def _open_files(

@@ -18,7 +18,7 @@ from shardwright.config.run_config import pair_loss_problems
 from shardwright.config.sections import NO_PREFERENCE, DataSection, PreferenceSection, TokenCache
 from shardwright.data.batches import evaluation_batches
 from shardwright.data.samples import PairSamples, Samples, samples_of
-from shardwright.data.shards import data_folder, open_split
+from shardwright.data.shards import data_folder, open_split, open_split_of_run
 from shardwright.generation.generate import layout_problems
 from shardwright.generation.ranks import run_on_layout
 from shardwright.generation.source import Source, open_source
@@ -101,7 +101,7 @@ class _EvaluationTask:
         result: dict[str, Samples] = {}
         for name, folder in self.folders.items():
             try:
-                result[name] = samples_of(open_split(folder, split, self.data.token_cache), self.data, self.seq_len)
+                result[name] = samples_of(open_split_of_run(folder, split, self.data), self.data, self.seq_len)
             except DataError as error:
                 problems += error.problems
         if problems:
@@ -121,7 +121,7 @@ def _task(request: EvalRequest, source: Source) -> _EvaluationTask:
     if request.data is not None:
         if not is_text(str(request.data)):
             raise InputError(f"--data {request.data}: the name of the folder is not UTF-8 text; rename it")
-        data = data.model_copy(update={"path": str(request.data), "sources": [], "stages": []})
+        data = data.model_copy(update={"path": str(request.data), "sources": [], "stages": [], "order": "all"})
     if any(_has_pairs(each.path, data.token_cache, request.split) for each in sources_of(data)):
         if request.sequences is not None:
             raise InputError(
