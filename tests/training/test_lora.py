@@ -191,6 +191,11 @@ MODELS: dict[str, tuple[dict[str, Any], Layout, LoraSpec]] = {
     "of experts, tp, ep, selective": (DENSE, TP_EP.changed(recompute="selective"), OF_EXPERTS),
     "of experts, zero 1, ep": (ROUTED, Layout(dp_shard=2, zero=1, ep=2), OF_EXPERTS),
     "of experts, hybrid zero 2, ep": (ROUTED, Layout(dp_replicate=2, dp_shard=2, zero=2, ep=2), OF_EXPERTS),
+    "of an expert on each rank, zero 3, ep": (
+        {"moe": replace(EXPERTS, n_experts=2, top_k=1)},
+        Layout(dp_shard=4, zero=3, ep=2),
+        replace(OF_EXPERTS, rank=4),
+    ),
     "of experts, zero 3, tp, ep": (ROUTED, TP_EP.changed(dp_shard=2, zero=3), OF_EXPERTS),
     "of experts with biases, pp, cp, ep, full": (BIASED_BOTH, Layout(pp=2, cp=2, ep=2, recompute="full"), OF_EXPERTS),
     "of experts, zero bubble, ep": (

@@ -409,3 +409,8 @@ def row_of(spec: ModelSizes, name: str) -> Row:
     row = rows(spec).get(name)
     assert row is not None, f"no row of the {spec.family} family is named {name}"
     return row
+
+
+def layer_of(name: str) -> int:
+    """Return the number of the layer of a parameter by its global name, which begins with `layers.`."""
+    return int(name.split(".")[1])

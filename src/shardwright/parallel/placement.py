@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.model.modules import row_of
+from shardwright.model.modules import Row, layer_of, row_of
 from shardwright.model.moe import expert_layers
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel import point_to_point
@@ -76,21 +76,23 @@ class ExpertPlaces:
             mixture.use_order(None if orders[layer] == self.home[layer] else orders[layer], self.device)
 
     def _is_moved(self, name: str) -> bool:
-        return row_of(self.spec, name.rpartition("/")[2]).split == "experts"
+        return self._row(name).split == "experts"
+
+    def _row(self, name: str) -> Row:
+        return row_of(self.spec, _parameter(name))
 
     @torch.no_grad()
     def _carry(self, tensors: Mapping[str, Tensor], before: Orders, after: Orders) -> int:
         by_layer: dict[int, list[str]] = defaultdict(list)
         for name in sorted(tensors):
-            parameter = name.rpartition("/")[2]
             if tensors[name].dim() and self._is_moved(name):
-                by_layer[int(parameter.split(".")[1])].append(name)
+                by_layer[layer_of(_parameter(name))].append(name)
         sent = 0
         for layer, names in by_layer.items():
             position = {expert: at for at, expert in enumerate(before[layer])}
             moves = [(position[expert], at) for at, expert in enumerate(after[layer]) if before[layer][at] != expert]
             if moves:
-                slices = [_Slices(tensors[name], row_of(self.spec, name.rpartition("/")[2]).shape) for name in names]
+                slices = [_Slices(tensors[name], self._row(name).shape) for name in names]
                 sent += self._exchange(slices, moves)
         return sent
 
@@ -128,6 +130,11 @@ class ExpertPlaces:
 
     def _as_bytes(self, part: Tensor) -> Tensor:
         return part.to(self.device).contiguous().flatten().view(torch.uint8)
+
+
+def _parameter(name: str) -> str:
+    """Return the name of the parameter of a tensor of the run (`ExpertPlaces.move`)."""
+    return name.rpartition("/")[2]
 
 
 class _Slices:

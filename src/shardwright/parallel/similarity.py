@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from shardwright.model.modules import row_of
+from shardwright.model.modules import layer_of, row_of
 from shardwright.parallel.boxes import gather_whole
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.norm import as_part, local_part
@@ -37,21 +37,22 @@ def similar_routers(model: ParallelModel) -> Tensor | None:
     if model.spec.moe is None or model.layout.offload_parameters != "none":
         return None
     names = [name for name in model.named_parameters if name.endswith(".router.weight")]
-    return _most_similar(model, ((_layer_of(name), [gather_whole(model.named_parameters[name])]) for name in names))
+    return _most_similar(model, ((layer_of(name), [gather_whole(model.named_parameters[name])]) for name in names))
 
 
 @torch.no_grad()
 def similar_experts(model: ParallelModel) -> Tensor | None:
-    """Return `similar_routers` of the weights of experts instead of routers."""
-    if model.spec.moe is None or model.layout.offload_parameters != "none":
+    """Return `similar_routers` of the weights of experts instead of routers. Adapters are not compared. None also
+    with a base in int8 or nf4."""
+    lora = model.spec.lora
+    if model.spec.moe is None or model.layout.offload_parameters != "none" or (lora and lora.base != "compute"):
         return None
     by_layer: dict[int, list[Tensor]] = {}
     for name, parameter in model.named_parameters.items():
         row = row_of(model.spec, name)
-        if row.kind == "expert" and parameter.is_floating_point():  # a quantised base has bytes
-            by_layer.setdefault(_layer_of(name), []).append(parameter)
-    found = ((layer, [*map(_sampled, parameters)]) for layer, parameters in by_layer.items())
-    most_L3 = _most_similar(model, found)
+        if row.kind == "expert" and not row.adapter:
+            by_layer.setdefault(layer_of(name), []).append(parameter)
+    most_L3 = _most_similar(model, ((layer, [*map(_sampled, each)]) for layer, each in by_layer.items()))
     orders = {} if model.places is None else model.places.orders
     for layer, order in orders.items():
         expert_E = torch.tensor(order, device=most_L3.device, dtype=most_L3.dtype)
@@ -72,10 +73,6 @@ def _most_similar(model: ParallelModel, layers: Iterable[tuple[int, list[Tensor]
     if model.groups.pp is not None:
         dist.all_reduce(most_L3, dist.ReduceOp.MAX, group=model.groups.pp)
     return most_L3
-
-
-def _layer_of(name: str) -> int:
-    return int(name.split(".")[1])
 
 
 def _sampled(parameter: Tensor) -> Tensor:

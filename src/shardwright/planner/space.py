@@ -41,7 +41,7 @@ from shardwright.layout.keys import KEYS
 from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.planner.choice import pairs
-from shardwright.split.rules import expert_shards_fit, heads_divide, tp_divides
+from shardwright.split.rules import expert_shards_fit, expert_sizes, heads_divide, tp_divides
 from shardwright.split.stages import schedule_problems
 from shardwright.system.errors import LayoutError, nearest
 from shardwright.system.units import divisors
@@ -225,8 +225,8 @@ def _degrees(spec: ModelSpec, n_ranks: int, seq_len: int, method: str, on_host: 
         valid &= heads_divide(spec.n_heads // tp, np.maximum(1, spec.n_kv_heads // tp), cp)
     if moe is not None:
         ranks = np.maximum(fold // ep, 1)
-        fit = expert_shards_fit(moe, moe.d_ffn, ep, ranks) & expert_shards_fit(moe, spec.d_model, ep, ranks)
-        valid &= fit | (zero == 0) | (ep * tp == 1)
+        for size in expert_sizes(spec).values():
+            valid &= expert_shards_fit(moe, size, ep, ranks) | (zero == 0) | (ep * tp == 1)
     found = _where(found, valid)
     return {"dp_replicate": n_ranks // (found["dp_shard"] * found["cp"] * found["tp"]), **found}
 
