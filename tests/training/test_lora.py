@@ -192,7 +192,7 @@ MODELS: dict[str, tuple[dict[str, Any], Layout, LoraSpec]] = {
     "of experts, zero 1, ep": (ROUTED, Layout(dp_shard=2, zero=1, ep=2), OF_EXPERTS),
     "of experts, hybrid zero 2, ep": (ROUTED, Layout(dp_replicate=2, dp_shard=2, zero=2, ep=2), OF_EXPERTS),
     "of an expert on each rank, zero 3, ep": (
-        {"moe": replace(EXPERTS, n_experts=2, top_k=1)},
+        {"moe": replace(EXPERTS, n_experts=2, top_k=2)},
         Layout(dp_shard=4, zero=3, ep=2),
         replace(OF_EXPERTS, rank=4),
     ),

@@ -155,7 +155,7 @@ _EXACT = {
 """Pointwise operators that every kernel rounds alike: one operation, correctly rounded. `add`, `sub` and `rsub` with a
 factor `alpha` are two operations, which some kernels fuse."""
 _REFUSED = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "convolution", "glu", "log_sigmoid")
-"""Operators, by the first letters of their names, for which the mode has no rule."""
+"""Operators, by the first letters of their names, for which the mode has no rule. The backward pass has none."""
 
 
 def _name_of(operator: Any) -> str:
@@ -179,7 +179,7 @@ def _pointwise_rule(operator: Any) -> Callable[..., Tensor] | None:
 def _rule_of(operator: Any, options: Mapping[str, Any]) -> Callable[..., Tensor] | None:
     """Return the rule of an operator with these options, or None if it is called as it is."""
     name = _name_of(operator)
-    if name.startswith(_REFUSED):
+    if name.startswith(_REFUSED) and not name.endswith("_backward"):
         raise InputError(
             f"batch invariance with the operator {name!r}: its rounding depends on the shapes of the pass, and the "
             f"mode has no rule for it; valid: matmuls, attention of `model/attention.py`, pointwise operators"
