@@ -168,7 +168,9 @@ def _pointwise_rule(operator: Any) -> Callable[..., Tensor] | None:
     """Return the rule of an operator that PyTorch tags as pointwise, also of its variants that write into a tensor."""
     name = _name_of(operator)
     packet = getattr(aten, name.removesuffix("_"), None)
-    if packet is None or not any(torch.Tag.pointwise in getattr(packet, each).tags for each in packet.overloads()):
+    if packet is None or [str(each.type) for each in operator._schema.returns] != ["Tensor"]:
+        return None
+    if not any(torch.Tag.pointwise in getattr(packet, each).tags for each in packet.overloads()):
         return None
     if name.endswith("_"):
         return lambda x, *args, **options: x.copy_(_by_elements(packet, x, *args, **options))
