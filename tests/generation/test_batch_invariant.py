@@ -1,10 +1,12 @@
 """Proves that in the batch-invariant mode the forward pass of training, `score`, and generation with a cache have
 log-probabilities that are equal in each bit, whatever the batch and the place of a sequence in it."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardwright import Layout, parallelize
@@ -15,7 +17,7 @@ from shardwright.model.batch_invariant import batch_invariant
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.boxes import gather_whole
 from shardwright.split.rules import batch_invariance_problems
-from shardwright.system.errors import LayoutError
+from shardwright.system.errors import InputError, LayoutError
 from tests.distributed import run_ranks
 from tests.generation.models import EXPERTS, GROUPED, LATENT, LINEAR, SPECS, WINDOWS, whole_model
 from tests.marks import prove, rest_prove
@@ -108,10 +110,6 @@ BUGS = {
         WINDOWS,
         Mutation(f"{MODE}:_seen", "columns_1S > last_Q1 - window", "columns_1S > last_Q1 - window + 1"),
     ),
-    "decoding attends as without the mode": (
-        GROUPED,
-        Mutation(f"{CACHE}:LayerCache.attend", "is_batch_invariant()", "False"),
-    ),
     "experts share one matmul": (
         EXPERTS,
         Mutation(f"{MODE}:_grouped_matmul", "_matmul(x_RD[start : start + count], weight_FD.T)",
@@ -129,6 +127,69 @@ def test_a_bug_of_the_mode_is_seen(bug: str):
         results = paths(spec, torch.float32)
     error = max(abs(a - b) for i, values in right.items() for a, b in zip(results[0][i], values, strict=True))
     assert not are_equal(results) or error > 1e-4
+
+
+OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp2": torch.exp2,
+    "log1p": lambda x: x.abs().log1p(),
+    "softplus": F.softplus,
+    "mish": F.mish,
+    "pow in place": lambda x: x.abs().pow_(1.7),
+    "sum with a factor": lambda x: torch.add(x, x.cos(), alpha=0.3),
+    "exp into a tensor": lambda x: torch.exp(x, out=torch.empty_like(x)),
+    "logaddexp of a row": lambda x: torch.logaddexp(x, torch.linspace(-1, 1, x.shape[1]).to(x)),
+    "mv": lambda x: x @ torch.linspace(-1, 1, x.shape[1]).to(x),
+    "baddbmm of aligned rows": lambda x: torch.baddbmm(
+        x[:, None, :40], x[:, None, :40], x.new_ones(37, 40, 40)[: len(x)]
+    )[:, 0],
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_row_of_an_operator_of_a_family_has_the_same_bits_in_every_pass(name: str, inference: bool):
+    function, x_ND = OPERATORS[name], torch.randn(37, 43, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode(inference):
+        with batch_invariant():
+            together = function(x_ND)
+            apart = torch.cat([function(rows) for rows in x_ND.split(3)])
+        assert torch.equal(together, apart)
+        torch.testing.assert_close(together, function(x_ND.double()).float(), rtol=1e-4, atol=1e-5)
+
+
+def test_pointwise_operators_compute_blocks_of_whole_vectors(monkeypatch: pytest.MonkeyPatch):
+    sizes = []
+    monkeypatch.setattr(module, "ELEMENTS", 512)
+    x_N = torch.arange(1300.0)
+    y_N = module._by_elements(lambda some: sizes.append(len(some)) or some + 1, x_N)
+    assert sizes == [512, 512, 512]
+    assert torch.equal(y_N, x_N + 1)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_an_operator_without_a_rule_is_refused_by_its_name(inference: bool):
+    x = torch.randn(2, 4, 8, 6)
+    for function, name in (
+        (F.glu, "glu"),
+        (F.logsigmoid, "log_sigmoid"),
+        (lambda x: F.scaled_dot_product_attention(x, x, x), "_scaled_dot_product"),
+        (lambda x: F.conv1d(x[0], torch.ones(1, 8, 2)), "convolution"),
+    ):
+        with (
+            torch.inference_mode(inference),
+            batch_invariant(),
+            pytest.raises(InputError, match=f"batch invariance with the operator '{name}"),
+        ):
+            function(x)
+
+
+@prove
+def test_decoding_that_attends_as_without_the_mode_is_refused():
+    with (
+        mutated(Mutation(f"{CACHE}:LayerCache.attend", "is_batch_invariant()", "False")),
+        pytest.raises(InputError, match="_scaled_dot_product"),
+    ):
+        paths(GROUPED, torch.float32)
 
 
 def trained(
@@ -194,6 +255,7 @@ def test_what_cannot_be_invariant_is_refused():
         (GROUPED, Layout(cp=2), "layout.cp=2: ranks of cp merge"),
         (LATENT, Layout(), "latent attention: training multiplies"),
         (LINEAR, Layout(), "linear attention: training computes chunks"),
+        (replace(EXPERTS, moe=replace(EXPERTS.moe, capacity_factor=1.5)), Layout(), "capacity_factor=1.5: an expert"),
     ):
         (problem,) = batch_invariance_problems(spec, layout)
         assert words in problem

@@ -1,6 +1,7 @@
 """Proves that experts are placed by their load: the busiest rank gets less, and few experts move."""
 
 import random
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,11 @@ def test_a_busy_rank_gives_an_expert_for_a_less_busy_one_and_an_even_load_moves_
     assert place([5, 5, 5, 5], home(4), 2, 4) == home(4)
     assert place([0, 0, 0, 0], home(4), 2, 4) == home(4)
     assert place([1000, 1001, 1000, 999], home(4), 2, 4) == home(4), "under the least gain"
+
+
+def test_the_page_of_experts_has_the_least_gain_of_a_swap():
+    page = (Path(__file__).parents[2] / "docs/experts.md").read_text()
+    assert f"lowers that load by {100 * LEAST_GAIN:g} % of the mean load of a rank" in page
 
 
 @pytest.mark.parametrize("n_ranks", [2, 4, 8])

@@ -15,6 +15,8 @@ import torch
 
 from shardwright.config import load, parse
 from shardwright.layout.layout import Layout
+from shardwright.model.lora_sizes import LoraSpec
+from shardwright.model.modules import row_of
 from shardwright.model.presets import resolve
 from shardwright.model.sections import MoESpec
 from shardwright.parallel.boxes import local_box
@@ -280,10 +282,10 @@ def test_a_line_of_a_mixture_has_the_epochs_and_losses_of_its_sources():
     assert numbers_of(told) == {"loss": 2.5, "sources/web": 2.0, "sources/code": 3.0}
 
 
-def similarity(layout: Layout, alike: bool) -> list[tuple[list[float], list[float]]]:
+def similarity(layout: Layout, alike: bool, lora: LoraSpec | None = None) -> list[tuple[list[float], list[float]]]:
     """Of the routers and of the experts of a model of four layers, after experts have moved, if they do: the largest
     cosines and their pairs. If `alike`, the third layer has equal rows of the router, and experts 1 and 3 are equal."""
-    spec = replace(SPEC, n_heads=4, n_kv_heads=2, d_model=32, n_layers=4, moe=EXPERTS)
+    spec = replace(SPEC, n_heads=4, n_kv_heads=2, d_model=32, n_layers=4, moe=EXPERTS, lora=lora)
     model = build(layout, torch.float32, spec).model
     for name, parameter in model.named_parameters.items():
         if alike and name.startswith("layers.2.") and name.endswith("router.weight"):
@@ -294,6 +296,9 @@ def similarity(layout: Layout, alike: bool) -> list[tuple[list[float], list[floa
             for expert in {1, 3} & {*range(first, first + len(local))}:
                 with torch.no_grad():
                     local[expert - first] = 0.01 * torch.arange(parameter.shape[1]).view(-1, 1)
+        if alike and lora is not None and row_of(spec, name).adapter:
+            with torch.no_grad():
+                local_part(parameter).normal_()
     if model.places is not None:
         shifted = {layer: (*order[1:], *order[:1]) for layer, order in model.places.home.items()}
         model.places.move(shifted, model.named_parameters)
@@ -303,6 +308,14 @@ def similarity(layout: Layout, alike: bool) -> list[tuple[list[float], list[floa
         for most_L3 in found
         if most_L3 is not None
     ]
+
+
+def test_the_similarity_of_experts_with_adapters_is_of_their_base_and_not_of_quantised_bytes():
+    lora = LoraSpec(rank=4, targets=("experts",))
+    (with_adapters,) = run_ranks(similarity, 1, Layout(), True, lora)
+    assert with_adapters == run_ranks(similarity, 1, Layout(), True)[0]
+    (quantised,) = run_ranks(similarity, 1, Layout(), False, replace(lora, base="int8"))
+    assert len(quantised) == 1, "routers alone"
 
 
 def test_the_similarity_of_routers_and_of_experts_is_the_same_on_every_layout():

@@ -17,7 +17,7 @@ from shardwright.training.checkpoint.saver import save
 from shardwright.training.checkpoint.state import load
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.expert_places import PlaceExperts
-from shardwright.training.hooks import RunStart
+from shardwright.training.hooks import Due, RunStart, TakenStep
 from shardwright.training.run_log import RunLog
 from shardwright.training.weights import CheckpointWeights, open_weights
 from shardwright.verification import Verifier
@@ -91,6 +91,29 @@ def test_a_run_that_rolls_back_has_the_experts_at_home(tmp_path: Path):
 def test_a_rollback_shows_the_bug(tmp_path: Path):
     before, after = run_ranks(losses_around_a_rollback, 2, tmp_path, (STAYS,))[0]
     assert after != before
+
+
+def placed_steps(folder: Path) -> tuple[list[bool], list[bool]]:
+    """On 2 ranks that save after every step: whether experts had moved in each step, and were home at its end."""
+    trainer = build_trainer(CASE, EP, PLAIN_SGD)
+    places, batch = trainer.model.places, local_batch(CASE, EP, dist.get_rank(), 0)
+    assert places is not None
+    hook = PlaceExperts(config_of(EP, folder), trainer, RunLog(config_of(EP, folder), 1, True, 0))
+    moved, home = [], []
+    for step in range(3):
+        hook.before_step(step)
+        moved.append(places.orders != places.home)
+        result = trainer.step(batch, step, 0.01)
+        due = Due(log=False, evaluate=False, save=False, save_locally=True, last=False)
+        taken = TakenStep(step + 1, (0, 0), 0.01, result, False, due)
+        hook.after_step(taken)
+        hook.on_save(taken)
+        home.append(places.orders == places.home)
+    return moved, home
+
+
+def test_a_run_that_saves_after_every_step_takes_its_steps_with_the_experts_at_their_places(tmp_path: Path):
+    assert run_ranks(placed_steps, 2, tmp_path) == [([False, True, True], [True] * 3)] * 2
 
 
 MIXTURE = (

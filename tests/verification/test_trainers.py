@@ -21,6 +21,7 @@ from shardwright.system.errors import InputError
 from shardwright.verification.trainers.adapter import Options, World, invalid_degrees, trainer_class
 from shardwright.verification.trainers.case import config_of, trainer_case
 from shardwright.verification.trainers.parity import TrainerJob, factorisations
+from shardwright.verification.trainers.pieces import expert_problem
 from tests.marks import prove, rest_prove
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "trainers"
@@ -86,6 +87,18 @@ def test_a_result_that_is_no_number_is_not_equal_and_not_called_random(tmp_path:
     result = verify(bad, "--world", 2, "--steps", 1)
     assert result.exit_code == 1, result.output
     assert "is NaN or infinite" in result.output
+
+
+@pytest.mark.parametrize("value", ["abc", 1.5, -2, True, None])
+def test_a_number_of_experts_that_is_no_whole_number_is_refused(value: Any):
+    with pytest.raises(InputError, match=f"experts={value}: valid: a whole number of 0 or more"):
+        expert_problem(1, {"experts": value})
+
+
+def test_ep_of_an_adapter_needs_experts_that_it_divides():
+    assert expert_problem(2, {"experts": 4}) is expert_problem(1, {}) is None
+    assert expert_problem(2, {}) == "ep=2 needs --set experts=N, a multiple of 2"
+    assert expert_problem(2, {"experts": 3}) == "ep=2 does not divide experts=3; --set experts=4"
 
 
 @pytest.mark.parametrize(("option", "said"), [

@@ -8,7 +8,8 @@ in LLM Inference", Thinking Machines Lab, 2025). Within `batch_invariant()` the 
     attention       QUERIES queries and KEYS keys at a time; a block of keys starts at a multiple of KEYS of the
                     document, and the blocks of a query are added in their order
     element by      on a CPU ELEMENTS at a time, so that no element is in the last part of a loop over vectors, which
-    element         calls another exponential, and no block is divided among threads
+    element         calls another exponential, and no block is divided among threads; all operators that PyTorch tags
+                    as pointwise, except `_EXACT`
 
 A row of a matmul does not depend on its place among the ROWS, which `shardwright score --check --batch-invariant`
 measures. Norms and softmax reduce each row by itself. The mode is seen by operators below autograd, so it needs no
@@ -17,8 +18,9 @@ change of a model; the backward pass is exact, but not invariant.
 Shapes: N rows, R ROWS, D and F widths, E experts, T queries, S keys, H heads, K kv heads, G = H / K, C width of a head.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwright.model.device_type import device_type
+from shardwright.system.errors import InputError
 from shardwright.system.torch_private import DispatchMode
 
 ROWS, QUERIES, KEYS, ELEMENTS = 32, 16, 128, 16384
@@ -59,12 +62,12 @@ def is_batch_invariant() -> bool:
 
 
 class _FixedShapes(DispatchMode):
-    """Replaces the operators of `_RULES`."""
+    """Replaces operators by their rules (`_rule_of`)."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # its shards come back here
-        rule = _RULES.get(func)
+        rule = _rule_of(func, kwargs or {})
         if rule is not None:
             return rule(*args, **(kwargs or {}))
         if torch.is_inference_mode_enabled():  # operators of several others arrive whole
@@ -91,9 +94,17 @@ def _matmul(x_ND: Tensor, weight_DF: Tensor) -> Tensor:
     return y_NF
 
 
-def _add_matmul(bias: Tensor, x_ND: Tensor, weight_DF: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    y_NF = _matmul(x_ND, weight_DF)
-    return bias + y_NF if beta == alpha == 1 else bias * beta + y_NF * alpha
+def _add_matmul(
+    bias: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    product: Callable[[Tensor, Tensor], Tensor] = _matmul,
+) -> Tensor:
+    y = product(x, weight)
+    return bias + y if beta == alpha == 1 else bias * beta + y * alpha
 
 
 def _into(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -116,44 +127,79 @@ def _grouped_matmul(x_RD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tenso
     return y_RF
 
 
-def _by_elements(function: Callable[..., Tensor], *tensors: Tensor, **options: Any) -> Tensor:
-    """Return `function` of tensors of one shape, element by element."""
-    if device_type(tensors[0]) != "cpu":
-        return function(*tensors, **options)
-    flat = [x.reshape(-1) for x in tensors]
-    parts = []
-    for start in range(0, flat[0].numel(), ELEMENTS):
-        some = [x[start : start + ELEMENTS] for x in flat]
-        n = len(some[0])
+def _by_elements(function: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+    """Return `function`, which works element by element, of tensors, which are broadcast to one shape, and numbers."""
+    places = [at for at, arg in enumerate(args) if isinstance(arg, Tensor) and arg.dim()]
+    if not places or device_type(args[places[0]]) != "cpu":
+        return function(*args, **options)
+    wide = torch.broadcast_tensors(*(args[at] for at in places))
+    flat = [x.reshape(-1) for x in wide]
+    n_elements, parts = flat[0].numel(), []
+    for start in range(0, n_elements, ELEMENTS):
+        some, n = list(args), min(ELEMENTS, n_elements - start)
         missing = -n % _VECTORS
-        parts.append(function(*(F.pad(x, (0, missing)) if missing else x for x in some), **options)[:n])
-    return torch.cat(parts).view_as(tensors[0]) if parts else function(*tensors, **options)
+        for at, x in zip(places, flat, strict=True):
+            some[at] = F.pad(x[start : start + n], (0, missing)) if missing else x[start : start + n]
+        parts.append(function(*some, **options)[:n])
+    return torch.cat(parts).view(wide[0].shape) if parts else function(*args, **options)
 
 
-def _elementwise(function: Any, in_place: bool = False) -> Callable[..., Tensor]:
-    def rule(x: Tensor, **options: Any) -> Tensor:
-        y = _by_elements(function, x, **options)
-        return x.copy_(y) if in_place else y
+_EXACT = {
+    "abs", "add", "bitwise_and", "bitwise_left_shift", "bitwise_not", "bitwise_or", "bitwise_right_shift",
+    "bitwise_xor", "ceil", "clamp", "clamp_max", "clamp_min", "clone", "copysign", "div", "eq", "floor", "fmax", "fmin",
+    "fmod", "frac", "gcd", "ge", "gt", "heaviside", "isfinite", "isinf", "isnan", "isneginf", "isposinf", "lcm", "le",
+    "logical_and", "logical_not", "logical_or", "logical_xor", "lt", "masked_fill", "max", "maximum", "min", "minimum",
+    "mul", "nan_to_num", "native_dropout_backward", "ne", "neg", "positive", "reciprocal", "relu", "remainder", "round",
+    "rsub", "sgn", "sign", "signbit", "sqrt", "square", "sub", "threshold", "threshold_backward", "trunc", "where",
+}  # fmt: skip
+"""Pointwise operators that every kernel rounds alike: one operation, correctly rounded. `add`, `sub` and `rsub` with a
+factor `alpha` are two operations, which some kernels fuse."""
+_REFUSED = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "convolution", "glu", "log_sigmoid")
+"""Operators, by the first letters of their names, for which the mode has no rule. The backward pass has none."""
 
-    return rule
+
+def _name_of(operator: Any) -> str:
+    """Return the name of an operator of PyTorch without its overload; empty for others."""
+    return operator.overloadpacket.__name__ if getattr(operator, "namespace", "") == "aten" else ""
 
 
-def _add_product(x: Tensor, a: Tensor, b: Tensor, *, value: float = 1) -> Tensor:
-    return _by_elements(aten.addcmul.default, *torch.broadcast_tensors(x, a, b), value=value)
+@cache
+def _pointwise_rule(operator: Any) -> Callable[..., Tensor] | None:
+    """Return the rule of an operator that PyTorch tags as pointwise, also of its variants that write into a tensor."""
+    name = _name_of(operator)
+    packet = getattr(aten, name.removesuffix("_"), None)
+    if packet is None or [str(each.type) for each in operator._schema.returns] != ["Tensor"]:
+        return None
+    if not any(torch.Tag.pointwise in getattr(packet, each).tags for each in packet.overloads()):
+        return None
+    if name.endswith("_"):
+        return lambda x, *args, **options: x.copy_(_by_elements(packet, x, *args, **options))
+    rule = partial(_by_elements, packet)
+    return _into(rule) if "out" in {argument.name for argument in operator._schema.arguments} else rule
+
+
+def _rule_of(operator: Any, options: Mapping[str, Any]) -> Callable[..., Tensor] | None:
+    """Return the rule of an operator with these options, or None if it is called as it is."""
+    name = _name_of(operator)
+    if name.startswith(_REFUSED) and not name.endswith("_backward"):
+        raise InputError(
+            f"batch invariance with the operator {name!r}: its rounding depends on the shapes of the pass, and the "
+            f"mode has no rule for it; valid: matmuls, attention of `model/attention.py`, pointwise operators"
+        )
+    if operator in _RULES or (name.removesuffix("_") in _EXACT and options.get("alpha", 1) == 1):
+        return _RULES.get(operator)
+    return _pointwise_rule(operator)
 
 
 _RULES: dict[Any, Callable[..., Tensor]] = {
     aten.mm.default: _matmul,
     aten.mm.out: _into(_matmul),
+    aten.mv.default: lambda x_ND, weight_D: _matmul(x_ND, weight_D[:, None])[:, 0],
     aten.addmm.default: _add_matmul,
     aten.addmm.out: _into(_add_matmul),
     aten.bmm.default: _batched_matmul,
-    aten.addcmul.default: _add_product,
+    aten.baddbmm.default: partial(_add_matmul, product=_batched_matmul),
 }
-for _name in ("silu", "sigmoid", "tanh", "exp", "log", "rsqrt", "gelu"):
-    _RULES[getattr(aten, _name).default] = _elementwise(getattr(aten, _name).default)
-    if hasattr(aten, f"{_name}_"):
-        _RULES[getattr(aten, f"{_name}_").default] = _elementwise(getattr(aten, _name).default, in_place=True)
 
 
 def replace_operator(operator: Any) -> None:

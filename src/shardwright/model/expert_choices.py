@@ -72,10 +72,10 @@ def choices_of_layers(parts: Sequence[nn.Module], spec: ModelSpec) -> dict[int, 
     choices = {}
     for part in parts:
         for name, module in part.named_modules():
-            if isinstance(found := getattr(module, "choices", None), ExpertChoices):
+            if isinstance(of_router := getattr(module, "choices", None), ExpertChoices):
                 place = next((place for prefix, place in places.items() if name.startswith(prefix)), None)
                 if place is not None:
-                    choices[place] = found
+                    choices[place] = of_router
     return choices
 
 

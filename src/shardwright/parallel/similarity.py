@@ -42,13 +42,15 @@ def similar_routers(model: ParallelModel) -> Tensor | None:
 
 @torch.no_grad()
 def similar_experts(model: ParallelModel) -> Tensor | None:
-    """Return `similar_routers` of the weights of experts instead of routers."""
-    if model.spec.moe is None or model.layout.offload_parameters != "none":
+    """Return `similar_routers` of the weights of experts instead of routers. Adapters are not compared. None also
+    with a base in int8 or nf4."""
+    lora = model.spec.lora
+    if model.spec.moe is None or model.layout.offload_parameters != "none" or (lora and lora.base != "compute"):
         return None
     by_layer: dict[int, list[Tensor]] = {}
     for name, parameter in model.named_parameters.items():
         row = row_of(model.spec, name)
-        if row.kind == "expert" and not row.adapter and parameter.is_floating_point():  # a quantised base has bytes
+        if row.kind == "expert" and not row.adapter:
             by_layer.setdefault(layer_of(name), []).append(parameter)
     found = ((layer, [*map(_sampled, parameters)]) for layer, parameters in by_layer.items())
     most_L3 = _most_similar(model, found)

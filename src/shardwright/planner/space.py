@@ -218,8 +218,8 @@ def _degrees(spec: ModelSpec, n_ranks: int, seq_len: int, method: str, on_host: 
         valid &= heads_divide(spec.n_heads // tp, np.maximum(1, spec.n_kv_heads // tp), cp)
     if moe is not None:
         ranks = np.maximum(fold // ep, 1)
-        fit = np.logical_and.reduce([expert_shards_fit(moe, size, ep, ranks) for _, size in expert_sizes(spec)])
-        valid &= fit | (zero == 0) | (ep * tp == 1)
+        for size in expert_sizes(spec).values():
+            valid &= expert_shards_fit(moe, size, ep, ranks) | (zero == 0) | (ep * tp == 1)
     found = _where(found, valid)
     return {"dp_replicate": n_ranks // (found["dp_shard"] * found["cp"] * found["tp"]), **found}
 

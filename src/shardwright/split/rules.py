@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from shardwright.layout.keys import RECOMPUTE_MODULES
 from shardwright.layout.layout import Layout
-from shardwright.model.modules import layer_rows
+from shardwright.model.modules import layer_rows, rows
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.schedule.registry import find, names
@@ -18,11 +18,11 @@ from shardwright.system.units import divisors
 
 def problems(spec: ModelSpec, layout: Layout, seq_len: int) -> list[str]:
     """Return one sentence for each rule that `layout` breaks for this model and sequence length; empty if it fits."""
-    found = [*_tensor(spec, layout.tp), *_linear(spec, layout), *_context(spec, layout), *_experts(spec, layout)]
+    broken = [*_tensor(spec, layout.tp), *_linear(spec, layout), *_context(spec, layout), *_experts(spec, layout)]
     of_stages = list(stages.problems(spec, layout))
-    found += of_stages or [*_recomputation(spec, layout, seq_len), *_adapters(spec, layout, seq_len)]
+    broken += of_stages or [*_recomputation(spec, layout, seq_len), *_adapters(spec, layout, seq_len)]
     # The sequence length is only checked for a valid tp.
-    return found + list(
+    return broken + list(
         _sequence(
             layout if tp_divides(spec, layout.tp) else replace(layout, tp=1, ep=1, place_experts_every=0), seq_len
         )
@@ -35,83 +35,83 @@ TokenCall = Literal["generate", "log_probs", "weights"]
 
 def token_call_problems(spec: ModelSpec, layout: Layout, call: TokenCall) -> list[str]:
     """Return one sentence for each reason why a model on a layout that fits it (`problems`) cannot run `call`."""
-    found = []
+    broken = []
     if layout.loss_chunk_tokens:
-        found.append(
+        broken.append(
             f"{call} needs the logits of each token, and layout.loss_chunk_tokens={layout.loss_chunk_tokens} computes "
             f"them within the loss; set loss_chunk_tokens=0"
         )
     if call == "weights" and spec.mtp_modules:
-        found.append(
+        broken.append(
             f"weights with model.mtp_modules={spec.mtp_modules}: the losses of later tokens have no weights; set "
             f"mtp_modules=0"
         )
     if call == "generate":
         if layout.ways != (in_order := (tuple(range(layout.pp)),)):
             valid = [name for name in names() if find(name).ways(layout.pp, find(name).virtual_stages) == in_order]
-            found.append(
+            broken.append(
                 f"generate runs one stage on each rank of pp, and layout.pp_schedule={layout.pp_schedule!r} has "
                 f"{len(layout.held_by(0))} on a rank; valid: {', '.join(valid)}"
             )
         if spec.moe is not None and spec.moe.capacity_factor:
-            found.append(
+            broken.append(
                 f"generate with model.moe.capacity_factor={spec.moe.capacity_factor:g}: an expert would drop tokens "
                 f"of a prompt because of the other prompts; set capacity_factor=0"
             )
     if call != "weights" and spec.moe is not None and spec.moe.force_balance:
-        found.append(f"{call} with model.moe.force_balance: the experts of a token are drawn; set force_balance=False")
-    return found
+        broken.append(f"{call} with model.moe.force_balance: the experts of a token are drawn; set force_balance=False")
+    return broken
 
 
 def batch_invariance_problems(spec: ModelSpec, layout: Layout) -> list[str]:
     """Return one sentence for each reason why a model on a layout cannot compute equal bits in training, scoring and
     generation (`model/batch_invariant.py`)."""
-    found = []
-    if spec.moe is not None and spec.moe.capacity_factor:
-        found.append(
-            f"batch invariance with model.moe.capacity_factor={spec.moe.capacity_factor:g}: which tokens an expert "
-            f"drops depends on the other sequences; set capacity_factor=0"
-        )
+    broken = []
     if layout.tp > 2:
-        found.append(
+        broken.append(
             f"batch invariance with layout.tp={layout.tp}: an all-reduce of more than two ranks adds their parts of a "
             f"number in an order that depends on its place in the message; valid: 1, 2"
         )
     if layout.cp > 1:
-        found.append(
+        broken.append(
             f"batch invariance with layout.cp={layout.cp}: ranks of cp merge the attention of their own keys, and the "
             f"rank of a key depends on the length of the sequence; valid: 1"
         )
     if spec.latent_attention is not None:
-        found.append(
+        broken.append(
             "batch invariance with latent attention: training multiplies the matrix of keys by latent vectors, "
             "decoding by queries, which rounds differently; valid: models with keys and values of heads"
         )
     if spec.linear_attention is not None:
-        found.append(
+        broken.append(
             "batch invariance with linear attention: training computes chunks of tokens, decoding one token after "
             "another, which rounds differently; valid: models with softmax attention in every layer"
         )
-    return found
+    if spec.moe is not None and spec.moe.capacity_factor:
+        broken.append(
+            f"batch invariance with model.moe.capacity_factor={spec.moe.capacity_factor:g}: an expert drops tokens by "
+            f"the number of tokens of the pass, padding included; valid: 0"
+        )
+    return broken
 
 
 def expert_call_problems(spec: ModelSpec, layout: Layout, compiled: bool = False) -> list[str]:
     """Return one sentence for each reason why the experts of tokens cannot be recorded or replayed."""
     if spec.moe is None:
         return ["the model has no experts (model.moe), so no choices of experts can be recorded or replayed"]
-    found = []
+    broken = []
     if spec.moe.force_balance:
-        found.append("choices of experts with model.moe.force_balance: experts are drawn; set force_balance=False")
+        broken.append("choices of experts with model.moe.force_balance: experts are drawn; set force_balance=False")
     if layout.pp_schedule in ("dualpipe", "dualpipe-v"):
-        found.append(
+        broken.append(
             f"choices of experts with layout.pp_schedule={layout.pp_schedule!r}: micro-batches arrive at a stage from "
             f"both ends of the pipeline; valid: 1f1b, or another schedule with one direction"
         )
     if compiled:
-        found.append(
+        broken.append(
             "choices of experts with compile: a compiled block cannot take them one after another; set it to False"
         )
-    return found
+    return broken
 
 
 def _tensor(spec: ModelSpec, tp: int) -> Iterator[str]:
@@ -183,20 +183,17 @@ def heads_divide(heads: Any, kv: Any, degree: Any) -> Any:
     return (heads % degree == 0) & ((kv % degree == 0) | (degree % kv == 0))
 
 
+def expert_sizes(spec: ModelSpec) -> dict[str, int]:
+    """Return the sizes of the second dim of the parameters of routed experts, by the key of the run file."""
+    adapted = any(row.adapter and row.kind == "expert" for row in rows(spec).values())
+    sizes = {"model.moe.d_ffn": spec.moe.d_ffn, "model.d_model": spec.d_model} if spec.moe else {}
+    return sizes | ({"lora.rank": spec.lora.rank} if spec.lora and adapted else {})
+
+
 def expert_shards_fit(moe: MoESpec, size: int, ep: Any, ranks: Any) -> Any:
     """Return whether ZeRO can shard the experts of a rank over `ranks` ranks: by experts, or along a dim of `size`
-    features. `ep`, `ranks`: integers, or arrays of integers, which give an array of booleans."""
+    elements. `ep`, `ranks`: integers, or arrays of integers, which give an array of booleans."""
     return ((moe.n_experts // ep) % ranks == 0) | (size % ranks == 0)
-
-
-def expert_sizes(spec: ModelSpec) -> tuple[tuple[str, int], ...]:
-    """Return the name and the value of each size along which ZeRO may have to shard experts (`expert_shards_fit`): an
-    adapter A of an expert is sharded along its rank."""
-    moe, lora = spec.moe, spec.lora
-    assert moe is not None
-    sizes = (("model.moe.d_ffn", moe.d_ffn), ("model.d_model", spec.d_model))
-    adapted = lora is not None and any(lora.takes(f"ffn.experts.{matrix}") for matrix in ("gate", "up", "down"))
-    return (*sizes, ("lora.rank", lora.rank)) if lora is not None and adapted else sizes
 
 
 def _experts(spec: ModelSpec, layout: Layout) -> Iterator[str]:
@@ -226,12 +223,12 @@ def _experts(spec: ModelSpec, layout: Layout) -> Iterator[str]:
         )
     ranks = layout.expert_dp_shard
     if layout.zero and layout.ep * layout.tp > 1:
-        for name, size in expert_sizes(spec):
+        for name, size in expert_sizes(spec).items():
             if not expert_shards_fit(moe, size, layout.ep, ranks):
                 yield (
                     f"layout.zero={layout.zero} shards the experts of a rank over {ranks} ranks (dp_shard x cp x "
                     f"tp / ep), which divide neither the {experts // layout.ep} experts nor {name}={size}; choose a "
-                    f"larger ep"
+                    f"larger ep{' or another rank' if name == 'lora.rank' else ''}"
                 )
 
 

@@ -26,12 +26,15 @@ class PlaceExperts(Hook):
         self.layout, self.trainer, self.log = config.layout.layout(), trainer, log
         self.places, self.moe = trainer.model.places, trainer.model.spec.moe
         self._orders: Orders = self.places.orders
-        """The orders of the experts, except while they are home for a checkpoint."""
+        """The orders of the experts in the next step."""
         self._counts_LE: Tensor | None = None
 
     def on_rollback(self, start: RunStart) -> None:
         self.places.forget()
         self._orders, self._counts_LE = self.places.home, None
+
+    def before_step(self, step: int) -> None:
+        self._move(self._orders)
 
     def after_step(self, taken: TakenStep) -> None:
         load = self.trainer.model.load
@@ -40,9 +43,6 @@ class PlaceExperts(Hook):
         if due(taken.step, self.layout.place_experts_every) and self._counts_LE is not None:
             self._place(taken.step, self._counts_LE.tolist())
             self._counts_LE = None
-
-    def before_step(self, step: int) -> None:
-        self._move(self._orders)  # also back, after a save at home
 
     def on_save(self, taken: TakenStep) -> None:
         self._move(self.places.home)

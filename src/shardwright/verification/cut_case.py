@@ -17,6 +17,7 @@ from shardwright.model.lora_sizes import LoraSpec
 from shardwright.model.mup import MupSpec
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
 from shardwright.model.spec import ModelSpec
+from shardwright.split.rules import expert_sizes
 from shardwright.split.stages import most_layers, problems, schedule_problems
 from shardwright.system.units import divisors
 from shardwright.verification.case import Case, CaseStage, cut_fp8, cut_optimizer
@@ -150,14 +151,14 @@ def cut_spec(spec: ModelSpec, world_size: int, n_layers: int = _LAYERS) -> Model
         moe=_cut_experts(spec.moe, world_size, min(n_layers, spec.n_layers)) if spec.moe else None,
         init_std=_INIT_GAIN / math.sqrt(d_model if mup is None or not mup.base_width else mup.base_width),
         mup=mup,
-        lora=None if spec.lora is None else _cut_lora(spec.lora, world_size if spec.moe else 1),
+        lora=None if spec.lora is None else _cut_lora(spec, spec.lora, world_size),
     )
 
 
-def _cut_lora(lora: LoraSpec, up_to: int) -> LoraSpec:
-    """Return adapters of a lower rank with the same scale, so that the rank stays below the sides of matrices. The
-    rank has the same divisors in 1 to `up_to`, because ZeRO may shard adapters of experts along it."""
-    rank = size_like(lora.rank, _RANK, up_to)
+def _cut_lora(spec: ModelSpec, lora: LoraSpec, world_size: int) -> LoraSpec:
+    """Return adapters of a lower rank with the same scale, so that the rank stays below the sides of matrices. Ranks
+    that can shard the experts' adapters along the true rank can shard them along the lower one."""
+    rank = size_like(lora.rank, _RANK, world_size if "lora.rank" in expert_sizes(spec) else 1)
     return replace(lora, rank=rank, alpha=lora.scale / replace(lora, rank=rank, alpha=1.0).scale)
 
 

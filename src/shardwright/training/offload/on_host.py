@@ -42,7 +42,7 @@ class _HostParameter:
     @property
     def shard(self) -> Tensor:
         """Return this rank's shard of the parameter on the device."""
-        # Not of a detached DTensor, whose shard has a version of its own, which other changes do not raise.
+        # The shard of a detached DTensor has its own version counter, so changes of the parameter would not be seen.
         return local_part(self.member.parameter).detach()
 
     @property

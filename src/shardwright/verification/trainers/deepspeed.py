@@ -31,7 +31,7 @@ from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import InputError
 from shardwright.verification.trainers.adapter import StepBatch, World
 from shardwright.verification.trainers.decoder import Decoder, loss_sum
-from shardwright.verification.trainers.pieces import load_weights, set_environment
+from shardwright.verification.trainers.pieces import expert_problem, load_weights, set_environment
 
 sharded_moe.USE_EINSUM = False  # torch.einsum refuses the library's products of float64 and float32
 
@@ -65,13 +65,9 @@ class DeepSpeedTrainer:
         zero = options.get("zero", 0)
         if zero not in (0, 1, 2, 3):
             raise InputError(f"zero={zero}: valid: 0, 1, 2, 3")
+        if problem := expert_problem(axes["ep"], options):
+            return problem
         experts = options.get("experts", 0)
-        if not isinstance(experts, int) or isinstance(experts, bool) or experts < 0:
-            raise InputError(f"experts={experts!r}: valid: a whole number, 0 for none")
-        if axes["ep"] > 1 and not experts:
-            return f"ep={axes['ep']} needs experts; --set experts={2 * axes['ep']}"
-        if axes["ep"] > 1 and experts % axes["ep"]:
-            return f"ep={axes['ep']} does not divide experts={experts}; --set experts={2 * axes['ep']}"
         if experts and (zero == 3 or axes["pp"] > 1):
             return "the adapter has experts with ZeRO 0, 1 and 2 and without pp"
         if axes["pp"] > 1 and (zero > 1 or options.get("manual", False)):

@@ -37,6 +37,7 @@ from shardwright.parallel.boxes import TensorShard
 from shardwright.system.errors import InputError
 from shardwright.verification.trainers.adapter import StepBatch, World
 from shardwright.verification.trainers.megatron_cpu import run_without_cuda
+from shardwright.verification.trainers.pieces import expert_problem
 
 warnings.filterwarnings("ignore", module="megatron")
 run_without_cuda()
@@ -68,8 +69,8 @@ class MegatronTrainer:
         for name, size, parts in sizes:
             if size % parts:
                 return f"{parts} parts do not divide {name}={size}; --set model.{name}={parts}"
-        if axes["ep"] > 1 and (experts == 0 or experts % axes["ep"]):
-            return f"ep={axes['ep']} does not divide experts={experts}; --set experts={2 * axes['ep']}"
+        if problem := expert_problem(axes["ep"], options):
+            return problem
         if (over := options.get("expert_tp", 1)) != 1:
             ranks = axes["dp"] * axes["cp"] * axes["tp"]
             if not experts or type(over) is not int or over < 1 or ranks % (over * axes["ep"]):
