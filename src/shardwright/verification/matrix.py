@@ -136,9 +136,7 @@ def _pairs(layout: Layout) -> set[Pair]:
 def _wanted(layout: Layout) -> Iterator[Pair]:
     """Yield all pairs of the keys with the layout's axes, and with one another, possible or not, of the values that the
     layout can have."""
-    values = [
-        [(name, value) for value in values if _able(layout, {name: value})] for name, values in _IN_TURN.items()
-    ]
+    values = [[(name, value) for value in values if _able(layout, {name: value})] for name, values in _IN_TURN.items()]
     for one, other in combinations(values, 2):
         yield from product(one, other)
     for key_values in values:
