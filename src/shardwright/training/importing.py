@@ -134,7 +134,7 @@ def copy_tokenizer(source: Path, out: Path) -> list[str]:
 def is_free(out: Path) -> None:
     """Raise CheckpointError if `out` exists."""
     if out.exists():
-        raise CheckpointError(f"{out} is there already; remove it, or name another folder with --out")
+        raise CheckpointError(f"{out} is there already; remove it, or name another folder")
 
 
 def row_blocks(name: str, dtype: str, shape: tuple[int, ...]) -> Iterator[TensorPiece]:
