@@ -1,30 +1,19 @@
 """shardwright convert: a training checkpoint in the format of another system."""
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from shardwright.cli.common import AsJson, print_json, print_text, reading_verb
+from shardwright.cli.common import AsJson, argument, flag, option, print_json, print_text, reading_verb
 from shardwright.system.units import counted, format_count
 
 
 @reading_verb
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="the folder of a checkpoint, of any of the formats")],
-    out: Annotated[Path, typer.Argument(metavar="DST", help="the new folder that is written")],
-    to: Annotated[
-        str, typer.Option(metavar="FORMAT", help="shardwright, megatron, torchtitan, dcp, deepspeed-universal or hf")
-    ],
-    model: Annotated[
-        str | None, typer.Option(help="the model, if SRC has no config.json: a preset, or a folder with one")
-    ] = None,
-    run: Annotated[
-        Path | None, typer.Option(metavar="RUN.toml", help="with --to shardwright: the run that continues")
-    ] = None,
-    prove: Annotated[
-        bool, typer.Option("--prove", help="compute logits, gradients and the next update with both, and compare them")
-    ] = False,
+    source: Path = argument(..., "the folder of a checkpoint, of any of the formats", "SRC"),
+    out: Path = argument(..., "the new folder that is written", "DST"),
+    to: str = option(..., "shardwright, megatron, torchtitan, dcp, deepspeed-universal or hf", "FORMAT"),
+    model: str | None = option(None, "the model, if SRC has no config.json: a preset, or a folder with one"),
+    run: Path | None = option(None, "with --to shardwright: the run that continues", "RUN.toml"),
+    prove: bool = flag("compute logits, gradients and the next update with both, and compare them"),
     json: AsJson = False,
 ) -> None:
     """Write a training checkpoint, weights and AdamW's states, in the format of another system.

@@ -1,15 +1,14 @@
 """shardwright eval: the perplexity of a model on prepared data."""
 
 import dataclasses
-from typing import Annotated, Any, cast
-
-import typer
+from typing import Any, cast
 
 from shardwright.cli.common import (
     AsJson,
     Device,
     ModelArgument,
     layout_of,
+    option,
     print_json,
     print_text,
     reading_verb,
@@ -25,27 +24,15 @@ class EvalOptions:
     """Arguments and options of `eval`."""
 
     model: ModelArgument
-    data: Annotated[
-        str | None,
-        typer.Option(metavar="FOLDER", help="a folder of `shardwright data prepare`, or its URL [default: the run's]"),
-    ] = None
-    split: Annotated[str, typer.Option(help="the split of that folder: validation or train")] = "validation"
-    layout: Annotated[
-        str, typer.Option(metavar="KEY=VALUE,...", help="keys of the layout to run on, such as tp=2,dp_shard=2")
-    ] = ""
-    seq_len: Annotated[int | None, typer.Option(help="tokens of a sequence [default: the run's, or max_seq_len]")] = (
-        None
-    )
-    samples: Annotated[int | None, typer.Option(help="sequences, spread evenly over the split [default: all]")] = None
-    micro_batch: Annotated[int, typer.Option(help="sequences that a rank runs at a time")] = 4
+    data: str | None = option(None, "a folder of `shardwright data prepare`, or its URL [default: the run's]", "FOLDER")
+    split: str = option("validation", "the split of that folder: validation or train")
+    layout: str = option("", "keys of the layout to run on, such as tp=2,dp_shard=2", "KEY=VALUE,...")
+    seq_len: int | None = option(None, "tokens of a sequence [default: the run's, or max_seq_len]")
+    samples: int | None = option(None, "sequences, spread evenly over the split [default: all]")
+    micro_batch: int = option(4, "sequences that a rank runs at a time")
     device: Device = "auto"
-    sequences: Annotated[str | None, typer.Option(help="packed or documents [default: as in the run, or packed]")] = (
-        None
-    )
-    loss: Annotated[
-        str,
-        typer.Option(help="pairs: as in [preference] of the run; tokens: the next token [default: the run's loss]"),
-    ] = "auto"
+    sequences: str | None = option(None, "packed or documents [default: as in the run, or packed]")
+    loss: str = option("auto", "pairs: as in [preference] of the run; tokens: the next token [default: the run's loss]")
     json: AsJson = False
 
 

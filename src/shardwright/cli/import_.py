@@ -2,27 +2,18 @@
 
 from json import dumps
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from shardwright.cli.common import AsJson, print_json, print_text, reading_verb
+from shardwright.cli.common import AsJson, argument, option, print_json, print_text, reading_verb
 from shardwright.system.units import format_bytes, format_count
 
 
 @reading_verb
 def import_(
-    source: Annotated[
-        str, typer.Argument(metavar="HF_DIR_OR_ID", help="a folder of transformers, or an id of the hub (OWNER/NAME)")
-    ],
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="the new folder that is written")],
-    base: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="HF_DIR has an adapter of peft alone; take it as adapters of these weights, for [lora]",
-        ),
-    ] = None,
+    source: str = argument(..., "a folder of transformers, or an id of the hub (OWNER/NAME)", "HF_DIR_OR_ID"),
+    out: Path = option(..., "the new folder that is written", "FOLDER"),
+    base: Path | None = option(
+        None, "HF_DIR has an adapter of peft alone; take it as adapters of these weights, for [lora]", "FOLDER"
+    ),
     json: AsJson = False,
 ) -> None:
     """Write the weights of a Hugging Face model as a folder that runs begin with.

@@ -1,29 +1,20 @@
 """shardwright merge: the weighted mean of the weights of several checkpoints."""
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from shardwright.cli.common import AsJson, print_json, print_text, reading_verb
+from shardwright.cli.common import AsJson, argument, option, print_json, print_text, reading_verb
 from shardwright.system.errors import InputError
 from shardwright.system.units import format_count
 
 
 @reading_verb
 def merge(
-    sources: Annotated[
-        list[Path],
-        typer.Argument(metavar="CHECKPOINT...", help="checkpoints, runs (the newest checkpoint), folders of weights"),
-    ],
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="the new folder that is written")],
-    last: Annotated[
-        int | None, typer.Option(metavar="N", help="the last N checkpoints of the run that is named")
-    ] = None,
-    shares: Annotated[
-        str | None,
-        typer.Option(metavar="X,Y,...", help="the share of each checkpoint, in sum 1; if not given, all are equal"),
-    ] = None,
+    sources: list[Path] = argument(
+        ..., "checkpoints, runs (the newest checkpoint), folders of weights", "CHECKPOINT..."
+    ),
+    out: Path = option(..., "the new folder that is written", "FOLDER"),
+    last: int | None = option(None, "the last N checkpoints of the run that is named", "N"),
+    shares: str | None = option(None, "the share of each checkpoint, in sum 1; if not given, all are equal", "X,Y,..."),
     json: AsJson = False,
 ) -> None:
     """Write the weighted mean of the weights of several checkpoints of one model.
