@@ -20,7 +20,7 @@ from shardwright.cli.common import verb
 from shardwright.cli.main import app
 from shardwright.system import processes
 from shardwright.system.files import new_folder
-from shardwright.system.processes import STOPPING
+from shardwright.system.signals import STOPPING
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import IO, Annotated, Any, cast
+from typing import IO, Annotated, Any, TypeVar, cast
 
 import typer
 from rich.table import Table
@@ -33,10 +33,12 @@ from shardwright.system.errors import (
     too_many_files,
 )
 from shardwright.system.files import is_text, parse_json, parse_toml, problem_of_place, read_text, reason
-from shardwright.system.processes import in_one_sentence, interrupts, leaving_is_failure
+from shardwright.system.processes import in_one_sentence
+from shardwright.system.signals import interrupts, leaving_is_failure
 from shardwright.view import terminal
 from shardwright.view.document import VerbDocument
 
+T = TypeVar("T")
 MOST_PROBLEMS = 50
 """Most errors that are printed; a damaged table may have an error in every cell."""
 
@@ -355,6 +357,21 @@ def json_records(path: Path, name: str) -> tuple[dict[int, Any], list[str]]:
         except ValueError as error:
             problems.append(f"{name}, line {number}: not JSON ({error}): {line[:60]!r}")
     return records, problems
+
+
+def print_answer(as_json: bool, data: Any, *lines: str) -> None:
+    """Print the answer of a verb as JSON, or its lines of text."""
+    if as_json:
+        print_json(data)
+        return
+    for line in lines:
+        print_text(line)
+
+
+def filled(kind: Callable[..., T], options: object, **more: Any) -> T:
+    """Return an instance of the dataclass `kind` whose fields are the options of the same names and `more`."""
+    names = {each.name for each in dataclasses.fields(cast(Any, kind))} - more.keys()
+    return kind(**{name: getattr(options, name) for name in names if hasattr(options, name)}, **more)
 
 
 def print_json(answer: Any) -> None:

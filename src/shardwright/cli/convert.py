@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from shardwright.cli.common import AsJson, argument, flag, option, print_json, print_text, reading_verb
+from shardwright.cli.common import AsJson, argument, flag, option, print_answer, reading_verb
 from shardwright.system.units import counted, format_count
 
 
@@ -29,21 +29,10 @@ def convert(
 
     result = write(source, out, to, model=model, run=run, prove=prove)
     state = result.state
-    if json:
-        print_json(
-            {
-                "from": state.format,
-                "to": to,
-                "out": str(out),
-                "parameters": state.spec.n_parameters,
-                "step": state.step,
-                "remarks": list(result.remarks),
-            }
-        )
-        return
+    n, remarks = state.spec.n_parameters, list(result.remarks)
+    data = {"from": state.format, "to": to, "out": str(out), "parameters": n, "step": state.step, "remarks": remarks}
     optimizer = "" if state.step is None else f", AdamW after {counted(state.step, 'step')}"
-    print_text(f"{state.format}: {format_count(state.spec.n_parameters)} parameters{optimizer} -> {to}: {out}")
-    for remark in result.remarks:
-        print_text(remark)
+    said = [f"{state.format}: {format_count(n)} parameters{optimizer} -> {to}: {out}", *remarks]
     if to == "shardwright" and run is not None:
-        print_text(f"  shardwright train {run} --set checkpoint.resume={out}")
+        said.append(f"  shardwright train {run} --set checkpoint.resume={out}")
+    print_answer(json, data, *said)

@@ -1,16 +1,15 @@
 """shardwright eval: the perplexity of a model on prepared data."""
 
 import dataclasses
-from typing import Any, cast
 
 from shardwright.cli.common import (
     AsJson,
     Device,
     ModelArgument,
+    filled,
     layout_of,
     option,
-    print_json,
-    print_text,
+    print_answer,
     reading_verb,
     wrong_device,
     wrong_sizes,
@@ -63,39 +62,22 @@ def eval(options: EvalOptions) -> None:
         problems += error.problems
     if problems:
         raise InputError(*problems)
-    evaluation = evaluate(
-        EvalRequest(
-            options.model,
-            options.data,
-            options.split,
-            layout,
-            options.seq_len,
-            options.samples,
-            options.micro_batch,
-            options.device,
-            cast(Any, options.sequences),
-            cast(Any, options.loss),
-        )
-    )
+    evaluation = evaluate(filled(EvalRequest, options, layout=layout))
     if evaluation is None:
         return
-    if options.json:
-        print_json(dataclasses.asdict(evaluation))
+    loss = f"{evaluation.loss:.5f} {evaluation.unit}"
+    if evaluation.n_pairs is None:
+        result = f"perplexity {evaluation.perplexity:.4f}, loss {loss}"
+        size = f"{format_count(evaluation.n_tokens or 0)} tokens"
     else:
-        if evaluation.n_pairs is None:
-            print_text(f"perplexity {evaluation.perplexity:.4f}, loss {evaluation.loss:.5f} {evaluation.unit}")
-        else:
-            leads = f"the chosen answer leads in {evaluation.accuracy:.1%} of the pairs"
-            loss = f"{evaluation.kind} loss {evaluation.loss:.5f} {evaluation.unit}"
-            print_text(f"{loss}, margin {evaluation.margin:.5f}; {leads}")
-        size = (
-            f"{format_count(evaluation.n_tokens or 0)} tokens"
-            if evaluation.n_pairs is None
-            else counted(evaluation.n_pairs, "pair")
-        )
-        print_text(
-            f"{size}: {counted(evaluation.n_samples, 'sequence')} of {evaluation.seq_len} of the "
-            f"{options.split} split in {', '.join(evaluation.data)}"
-        )
-        for remark in evaluation.remarks:
-            print_text(f"note: {remark}")
+        leads = f"the chosen answer leads in {evaluation.accuracy:.1%} of the pairs"
+        result = f"{evaluation.kind} loss {loss}, margin {evaluation.margin:.5f}; {leads}"
+        size = counted(evaluation.n_pairs, "pair")
+    print_answer(
+        options.json,
+        dataclasses.asdict(evaluation),
+        result,
+        f"{size}: {counted(evaluation.n_samples, 'sequence')} of {evaluation.seq_len} of the {options.split} split in "
+        f"{', '.join(evaluation.data)}",
+        *(f"note: {remark}" for remark in evaluation.remarks),
+    )

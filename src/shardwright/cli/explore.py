@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shardwright.cli.common import argument, error_console, option, print_text, reading_verb
 from shardwright.system.errors import InputError
 from shardwright.system.files import problem_above
-from shardwright.system.processes import interrupt_is_handled
+from shardwright.system.signals import interrupt_is_handled
 
 if TYPE_CHECKING:
     from shardwright.cost.job import Job

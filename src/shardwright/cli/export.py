@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from shardwright.cli.common import AsJson, argument, flag, option, print_json, print_text, reading_verb
+from shardwright.cli.common import AsJson, argument, flag, option, print_answer, reading_verb
 from shardwright.system.errors import InputError
 from shardwright.system.units import format_bytes
 
@@ -43,23 +43,18 @@ def export(
         source, out, dtype=dtype, max_shard_bytes=_bytes(max_shard_size), tokenizer=tokenizer, allow_nan=allow_nan,
         architecture=architecture, average=average, merge=merge,
     )  # fmt: skip
-    if json:
-        answer = {"out": str(out), "architecture": done.architecture.class_name, "dtype": done.dtype}
-        print_json({**answer, "bytes": done.n_bytes, "remarks": list(done.remarks)})
-        return
-    print_text(f"{done.architecture.class_name}, {done.dtype}, {format_bytes(done.n_bytes)} -> {out}")
-    for remark in done.remarks:
-        print_text(remark)
+    name = done.architecture.class_name
+    data = {"out": str(out), "architecture": name, "dtype": done.dtype, "bytes": done.n_bytes}
+    said = f"{name}, {done.dtype}, {format_bytes(done.n_bytes)} -> {out}"
+    print_answer(json, data | {"remarks": list(done.remarks)}, said, *done.remarks)
 
 
 def _adapter(source: Path, out: Path, architecture: str | None, json: bool) -> None:
     from shardwright.training.adapters import export_adapter
 
     n_bytes = export_adapter(source, out, architecture)
-    if json:
-        print_json({"out": str(out), "bytes": n_bytes})
-        return
-    print_text(f"adapters for peft, {format_bytes(n_bytes)} -> {out}")
+    said = f"adapters for peft, {format_bytes(n_bytes)} -> {out}"
+    print_answer(json, {"out": str(out), "bytes": n_bytes}, said)
 
 
 def _bytes(text: str) -> int:

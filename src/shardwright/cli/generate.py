@@ -11,6 +11,7 @@ from shardwright.cli.common import (
     Device,
     ModelArgument,
     error_console,
+    filled,
     flag,
     json_records,
     layout_of,
@@ -118,23 +119,11 @@ def generate(options: GenerateOptions) -> None:
     if problems:
         raise InputError(*problems)
     answer = generate(
-        GenerationRequest(
-            options.model,
-            prompts,
-            options.max_tokens,
-            _sampling(options),
-            layout,
-            options.batch_size,
-            options.device,
-            options.draft,
-            options.draft_tokens,
-            tuple(options.stop or ()),
-            options.chat,
-            options.logprobs,
-            options.batch_invariant,
-            options.record_experts,
+        filled(
+            GenerationRequest, options, prompts=prompts, sampling=_sampling(options), layout=layout,
+            stop=tuple(options.stop or ()), log_probs=options.logprobs,
         )
-    )
+    )  # fmt: skip
     if answer is None:
         return
     if options.json:

@@ -3,7 +3,7 @@
 from json import dumps
 from pathlib import Path
 
-from shardwright.cli.common import AsJson, argument, option, print_json, print_text, reading_verb
+from shardwright.cli.common import AsJson, argument, option, print_answer, reading_verb
 from shardwright.system.units import format_bytes, format_count
 
 
@@ -31,31 +31,19 @@ def import_(
 
     weights = import_weights(source, out)
     architecture, n_bytes = weights.folder.architecture.class_name, bytes_of(weights)
-    if json:
-        print_json(
-            {
-                "out": str(out),
-                "architecture": architecture,
-                "parameters": weights.spec.n_parameters,
-                "tensors": len(weights.shapes),
-                "bytes": n_bytes,
-                "left_out": weights.left_out,
-            }
-        )
-        return
-    print_text(
-        f"{architecture}, {format_count(weights.spec.n_parameters)} parameters, {format_bytes(n_bytes)} -> {out}"
-    )
+    n = weights.spec.n_parameters
+    data = {"out": str(out), "architecture": architecture, "parameters": n, "tensors": len(weights.shapes)}
+    said = [f"{architecture}, {format_count(n)} parameters, {format_bytes(n_bytes)} -> {out}"]
     if weights.folder.untied:
-        print_text(
+        said.append(
             "the head is not tied: config.json ties it to the embedding, and the files have a head with other values, "
             "which transformers keeps too"
         )
-    for line in by_reason(weights.left_out):
-        print_text(f"left out: {line}")
+    said += [f"left out: {line}" for line in by_reason(weights.left_out)]
     if weights.folder.tokenizer is None:
-        print_text("no tokenizer.json in it: data has to be prepared with a tokenizer of the same vocabulary")
-    print_text(f"  shardwright train RUN.toml --set model.from={out} --set init.weights={out}")
+        said.append("no tokenizer.json in it: data has to be prepared with a tokenizer of the same vocabulary")
+    said.append(f"  shardwright train RUN.toml --set model.from={out} --set init.weights={out}")
+    print_answer(json, data | {"bytes": n_bytes, "left_out": weights.left_out}, *said)
 
 
 def _adapter(source: str, base: Path, out: Path, json: bool) -> None:
@@ -64,11 +52,12 @@ def _adapter(source: str, base: Path, out: Path, json: bool) -> None:
     given = import_adapter(source, base, out)
     lora, n = given.spec.lora, given.spec.n_trained_parameters
     assert lora is not None
-    if json:
-        print_json({"out": str(out), "base": str(base), "rank": lora.rank, "parameters": n})
-        return
-    print_text(f"adapters of rank {lora.rank}, {format_count(n)} parameters, for {base} -> {out}")
     targets = dumps([*lora.targets])
     keys = f"lora.rank={lora.rank} --set lora.alpha={lora.alpha:g} --set 'lora.targets={targets}'"
     keys += f" --set lora.dropout={lora.dropout:g}" if lora.dropout else ""
-    print_text(f"  shardwright train RUN.toml --set model.from={base} --set init.weights={out} --set {keys}")
+    print_answer(
+        json,
+        {"out": str(out), "base": str(base), "rank": lora.rank, "parameters": n},
+        f"adapters of rank {lora.rank}, {format_count(n)} parameters, for {base} -> {out}",
+        f"  shardwright train RUN.toml --set model.from={base} --set init.weights={out} --set {keys}",
+    )

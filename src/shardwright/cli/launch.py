@@ -9,6 +9,7 @@ from shardwright.cli.common import (
     AsJson,
     Overrides,
     argument,
+    filled,
     flag,
     option,
     print_json,
@@ -94,17 +95,11 @@ def _name(out: str) -> str:
 
 
 def _job(options: LaunchOptions, config: "RunConfig", world_size: int) -> LaunchJob:
-    name = options.name or _name(config.out)
-    kept = ("per_node", "cpus", "time", "max_restarts", "activate", "image", "claim", "mount", "accelerator")
-    return LaunchJob(
-        name=name,
-        nodes=options.nodes or max(1, world_size // options.per_node),
-        gpus=config.device != "cpu",
-        run_file=str(options.run),
-        overrides=tuple(options.set_ or ()),
-        grace_s=options.grace,
-        **{each: getattr(options, each) for each in kept},
-    )
+    name, nodes = options.name or _name(config.out), options.nodes or max(1, world_size // options.per_node)
+    return filled(
+        LaunchJob, options, name=name, nodes=nodes, gpus=config.device != "cpu", run_file=str(options.run),
+        overrides=tuple(options.set_ or ()), grace_s=options.grace,
+    )  # fmt: skip
 
 
 def _write(options: LaunchOptions, format: JobFormat, job: LaunchJob) -> None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from shardwright.cli.common import AsJson, argument, option, print_json, print_text, reading_verb
+from shardwright.cli.common import AsJson, argument, option, print_answer, reading_verb
 from shardwright.system.errors import InputError
 from shardwright.system.units import format_count
 
@@ -29,17 +29,16 @@ def merge(
     from shardwright.training.merging import merge as write
 
     done = write(sources, out, None if shares is None else _numbers(shares), last)
-    paths, spec = [str(each.path) for each in done.weights.sources], done.weights.spec
-    if json:
-        merged = [{"path": path, "share": share} for path, share in zip(paths, done.weights.shares, strict=True)]
-        print_json({"out": str(out), "sources": merged, "parameters": spec.n_parameters, "remarks": list(done.remarks)})
-        return
-    for path, share in zip(paths, done.weights.shares, strict=True):
-        print_text(f"{share:8.4g}  {path}")
-    print_text(f"{format_count(spec.n_parameters)} parameters -> {out}")
-    for remark in done.remarks:
-        print_text(remark)
-    print_text(f"  shardwright eval {out} --data DATA")
+    n, pairs = done.weights.spec.n_parameters, zip(done.weights.sources, done.weights.shares, strict=True)
+    merged = [{"path": str(source.path), "share": share} for source, share in pairs]
+    print_answer(
+        json,
+        {"out": str(out), "sources": merged, "parameters": n, "remarks": list(done.remarks)},
+        *(f"{each['share']:8.4g}  {each['path']}" for each in merged),
+        f"{format_count(n)} parameters -> {out}",
+        *done.remarks,
+        f"  shardwright eval {out} --data DATA",
+    )
 
 
 def _numbers(text: str) -> list[float]:

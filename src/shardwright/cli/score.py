@@ -10,6 +10,7 @@ from shardwright.cli.common import (
     Device,
     ModelArgument,
     argument,
+    filled,
     flag,
     json_records,
     layout_of,
@@ -82,16 +83,7 @@ def score(options: ScoreOptions) -> None:
     problems += unread
     if problems:
         raise InputError(*problems)
-    request = TextScoreRequest(
-        options.model,
-        records,
-        layout,
-        options.batch_size,
-        options.device,
-        options.batch_invariant,
-        options.record_experts,
-        options.replay_experts,
-    )
+    request = filled(TextScoreRequest, options, records=records, layout=layout)
     try:
         compared = compare_texts(request) if options.check else None
         scores = None if options.check else score_texts(request)

@@ -14,6 +14,7 @@ from shardwright.cli.common import (
     argument,
     error_console,
     fail,
+    filled,
     option,
     print_text,
     reading_verb,
@@ -135,24 +136,10 @@ def _write_array(runs: "Sequence[SweepRun]", options: SweepOptions, out: Path) -
         )
     folder, job_file = out / "points", out / "sweep.sbatch"
     per_node = ranks_of_node(sizes[0], options.per_node)
-    job = LaunchJob(
-        name="sweep",
-        nodes=sizes[0] // per_node,
-        per_node=per_node,
-        gpus=runs[0].config.device != "cpu",
-        run_file=str(folder.absolute()),
-        overrides=(),
-        cpus=options.cpus,
-        time=options.time,
-        grace_s=600,
-        max_restarts=0,
-        activate=options.activate,
-        image=None,
-        claim=None,
-        mount="/runs",
-        accelerator=None,
-        array=len(runs),
-    )
+    job = filled(
+        LaunchJob, options, name="sweep", nodes=sizes[0] // per_node, per_node=per_node, array=len(runs),
+        gpus=runs[0].config.device != "cpu", run_file=str(folder.absolute()), grace_s=600, max_restarts=0,
+    )  # fmt: skip
     if problems := list(job_problems(job, sizes[0], str(next(iter(layouts))))):
         raise InputError(*problems)
     folder.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ from shardwright.cli.common import (
     argument,
     console,
     error_console,
+    filled,
     flag,
     option,
     print_text,
@@ -301,17 +302,8 @@ def _trainer(trainer: str, options: VerifyOptions) -> None:
     from shardwright.verification.view import batch_sizes
 
     _check_options_of_trainer(options)
-    job = TrainerJob(
-        trainer,
-        options.matrix or options.world or 4,
-        options.overrides or [],
-        options.reference,
-        options.run_file,
-        options.full,
-        options.steps,
-        options.dtype,
-        options.timeout_s or TIMEOUT_S,
-    )
+    timeout_s, n_ranks = options.timeout_s or TIMEOUT_S, options.matrix or options.world or 4
+    job = filled(TrainerJob, options, world_size=n_ranks, overrides=options.overrides or [], timeout_s=timeout_s)
     if options.matrix is None:
         with error_console.status("starting") as status:
             report = job.report(status.update)

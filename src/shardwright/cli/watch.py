@@ -23,8 +23,8 @@ from shardwright.cli.watch_view import state_in_words, watch_document
 from shardwright.runs.folder import RUN_NAMES
 from shardwright.runs.records import as_record
 from shardwright.system.errors import InputError
-from shardwright.system.files import LOCK
-from shardwright.system.processes import interrupt_is_handled
+from shardwright.system.owner import LOCK
+from shardwright.system.signals import interrupt_is_handled
 from shardwright.training.run_log import line
 from shardwright.view.terminal import renderables
 
