@@ -22,8 +22,9 @@ from shardwright.layout.keys import KEYS as LAYOUT_KEYS
 from shardwright.layout.layout import Layout
 from shardwright.model.lora_sizes import BaseType, LoraSpec
 from shardwright.model.presets import resolve
+from shardwright.model.saved import TABLES, differences, spec_as_json
 from shardwright.model.sections import Described, RopeScaling, descriptions
-from shardwright.model.spec import TABLES, ModelSpec, differences, spec_as_json
+from shardwright.model.spec import ModelSpec
 from shardwright.runs.folder import MODEL_FILE, RUN_FILE
 from shardwright.system import extensions
 from shardwright.system.errors import ConfigError
