@@ -97,15 +97,15 @@ def _local_problems(checkpoint: CheckpointSection) -> Iterator[str]:
 
 
 def _saving_problems(checkpoint: CheckpointSection, layout: Layout) -> Iterator[str]:
-    if checkpoint.async_mode != "disabled" and layout.offload_optimizer == "disk":
-        yield (
-            f"checkpoint.async_mode={checkpoint.async_mode!r} copies the optimizer's states to memory, and "
-            f"layout.offload_optimizer='disk' keeps them on a disk because memory is short; set async_mode='disabled', "
-            f"or offload_optimizer to 'cpu' or 'none'"
-        )
-    if checkpoint.local is not None and layout.offload_optimizer == "disk":
-        yield (
-            f"checkpoint.local={checkpoint.local!r} copies the optimizer's states to memory, and "
-            f"layout.offload_optimizer='disk' keeps them on a disk because memory is short; leave local out, or set "
-            f"offload_optimizer to 'cpu' or 'none'"
-        )
+    if layout.offload_optimizer != "disk":
+        return
+    for name, value, given, remedy in (
+        ("async_mode", checkpoint.async_mode, checkpoint.async_mode != "disabled", "set async_mode='disabled', or"),
+        ("local", checkpoint.local, checkpoint.local is not None, "leave local out, or set"),
+    ):
+        if given:
+            yield (
+                f"checkpoint.{name}={value!r} copies the optimizer's states to memory, and "
+                f"layout.offload_optimizer='disk' keeps them on a disk because memory is short; {remedy} "
+                f"offload_optimizer to 'cpu' or 'none'"
+            )
