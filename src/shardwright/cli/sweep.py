@@ -138,7 +138,7 @@ def _write_array(runs: "Sequence[SweepRun]", options: SweepOptions, out: Path) -
     per_node = ranks_of_node(sizes[0], options.per_node)
     job = filled(
         LaunchJob, options, name="sweep", nodes=sizes[0] // per_node, per_node=per_node, array=len(runs),
-        gpus=runs[0].config.device != "cpu", run_file=str(folder.absolute()), grace_s=600, max_restarts=0,
+        gpus=runs[0].config.device != "cpu", run_file=str(folder.absolute()), overrides=(), grace_s=600, max_restarts=0,
     )  # fmt: skip
     if problems := list(job_problems(job, sizes[0], str(next(iter(layouts))))):
         raise InputError(*problems)
