@@ -21,14 +21,14 @@ from shardwright.system.files import (
     read_lines,
     read_text,
     real_path,
-    sole_owner,
     write_whole,
 )
+from shardwright.system.owner import sole_owner
 
 SECOND_OWNER = """
 import sys, pathlib
 from shardwright.system.errors import InputError
-from shardwright.system.files import sole_owner
+from shardwright.system.owner import sole_owner
 try:
     with sole_owner(pathlib.Path(sys.argv[1])):
         print("owned")

@@ -14,14 +14,11 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from typer.testing import CliRunner
 
-import shardwright
 from shardwright.cli.main import app
 from shardwright.config import load
 from shardwright.data.prepare import prepare
-from shardwright.generation.agreement import PathAgreement, PathDifference, largest_of, rounding_bound
-from shardwright.generation.source import Text, open_source
+from shardwright.generation.source import open_source
 from shardwright.system.console import visible
-from shardwright.system.errors import DataError
 from shardwright.training.exporting import export
 from shardwright.training.sources import Sources
 from shardwright.training.start import start
@@ -118,19 +115,6 @@ def test_a_tokenizer_whose_rules_fail_on_a_prompt_is_refused_in_one_sentence(fol
     file.symlink_to(tmp_path / "tokenizer.json")
     said = run("generate", tmp_path / "hf", "--prompt", "a", code=2)
     assert said.startswith(f"error: {tmp_path / 'hf'}: 'tokenizer.json' is a link out of this folder")
-
-
-class PanickingTokenizer:
-    """Fails as the library does, whose panics are no Exception."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        raise BaseException("range end index 9 out of range")
-
-
-def test_ids_that_the_tokenizer_cannot_decode_are_an_error():
-    tokenizer: Any = PanickingTokenizer()
-    with pytest.raises(DataError, match="the rules of the tokenizer fail on a text: range end index 9 out of range"):
-        Text(tokenizer, frozenset()).decode([1])
 
 
 def test_weights_without_a_tokenizer_are_noted_next_to_data(folder: Path, tmp_path: Path):
@@ -420,19 +404,6 @@ def test_log_probabilities_that_differ_are_seen(folder: Path, function: str, bef
     with mutated(Mutation(f"shardwright.generation.{function}", before, after)):
         found = compared(folder, code=1)
     assert not found["holds"]
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_numbers_that_are_not_finite_do_not_agree(value: float):
-    largest = largest_of([0.1, value, 0.2])
-    assert not PathAgreement((PathDifference("score", largest, largest, 0),), 3, "float32", 1e-4).holds
-    bound = rounding_bound(shardwright.preset("debug"), torch.float32, largest_of([1.0, value]))
-    assert not PathAgreement((PathDifference("score", 0.0, 0.0, 3),), 3, "float32", bound).holds
-
-
-def test_a_largest_difference_that_drops_nan_would_be_seen():
-    with mutated(Mutation("shardwright.generation.agreement:largest_of", "any(map(math.isnan, values))", "False")):
-        assert largest_of([0.1, math.nan]) == 0.1
 
 
 @pytest.fixture(scope="module")

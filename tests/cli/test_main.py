@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 from shardwright.cli.common import verb
 from shardwright.cli.main import app
-from shardwright.system import processes
+from shardwright.system import signals
 from shardwright.system.files import new_folder
-from shardwright.system.processes import STOPPING
+from shardwright.system.signals import STOPPING
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_signal_while_c_code_imports_a_module_ends_the_verb_after_the_import(m
             os.kill(os.getpid(), signal.SIGTERM)
             return ModuleType("whole")
 
-    monkeypatch.setattr(processes, "_POLL_S", 0.01)
+    monkeypatch.setattr(signals, "_POLL_S", 0.01)
     imported = []
 
     @verb
@@ -123,7 +123,7 @@ def test_a_signal_while_c_code_imports_a_module_ends_the_verb_after_the_import(m
 def test_an_interrupt_that_a_library_swallows_is_raised_again_but_not_in_the_cleanup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(processes, "_AGAIN_S", 0.02)
+    monkeypatch.setattr(signals, "_AGAIN_S", 0.02)
     cleaned = []
 
     @verb

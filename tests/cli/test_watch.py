@@ -18,7 +18,7 @@ from shardwright.cli.followed import FollowedRun
 from shardwright.cli.watch import watch
 from shardwright.cli.watch_view import drawn, state_in_words
 from shardwright.runs.records import EventRecord, append_event
-from shardwright.system import processes
+from shardwright.system import signals
 from tests.report.runs import evaluation, train_record, usual, write_run
 
 app = typer.Typer()
@@ -250,7 +250,7 @@ def test_ctrl_c_ends_it_without_a_word(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_ctrl_c_is_not_repeated_while_the_last_page_is_printed(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(processes, "_AGAIN_S", 0.02)
+    monkeypatch.setattr(signals, "_AGAIN_S", 0.02)
     folder, shown, sleep = usual(tmp_path), [], time.sleep
     owned_by(folder, os.getppid())
 

@@ -18,7 +18,7 @@ from shardwright.cli.main import app
 from shardwright.explore.learn.site import MARKER
 from shardwright.explore.server import ExplorerServer
 from shardwright.explore.state import parse, query_of
-from shardwright.system import processes
+from shardwright.system import signals
 from tests.cli.imports import help_imports_nothing_heavy
 from tests.cli.plans import EXAMPLES
 
@@ -122,7 +122,7 @@ def test_the_pages_are_served_while_a_browser_of_the_terminal_runs(monkeypatch: 
 
 
 def test_ctrl_c_ends_it_normally_and_once(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(processes, "_AGAIN_S", 0.02)
+    monkeypatch.setattr(signals, "_AGAIN_S", 0.02)
     closed = []
 
     def close(server: ExplorerServer) -> None:

@@ -22,7 +22,7 @@ from shardwright.cli import verify
 from shardwright.cli.common import AsJson, console, error_console, print_json, print_text, reading_verb
 from shardwright.cli.verify import collect
 from shardwright.system.errors import InputError, WorkerError
-from shardwright.system.processes import on_signals
+from shardwright.system.signals import on_signals
 from shardwright.verification import Report, Verifier
 from shardwright.verification.verifier import TIMEOUT_S
 from shardwright.verification.view import matrix_table

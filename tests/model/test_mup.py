@@ -17,8 +17,9 @@ from shardwright.model.init import initialise
 from shardwright.model.lora_sizes import LoraSpec
 from shardwright.model.modules import end_rows, layer_rows
 from shardwright.model.mup import MupSpec
+from shardwright.model.saved import spec_as_json
 from shardwright.model.sections import MoESpec
-from shardwright.model.spec import ModelSpec, spec_as_json
+from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.system.errors import ConfigError, InputError
 from shardwright.system.files import parse_toml

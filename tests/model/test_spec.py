@@ -12,8 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwright.model.presets import PRESETS, resolve
+from shardwright.model.saved import differences
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling, descriptions
-from shardwright.model.spec import ModelSpec, differences
+from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.system.errors import ConfigError
 

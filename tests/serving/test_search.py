@@ -48,7 +48,7 @@ def test_no_option_beats_one_of_the_pareto_curve():
     assert len(found.pareto) > 5
     for point in found.pareto:
         for other in found.options:
-            assert not (other.tpot_s <= point.tpot_s and other.per_accelerator() > point.per_accelerator())
+            assert not (other.tpot_s <= point.tpot_s and other.per_accelerator > point.per_accelerator)
     random = np.random.default_rng(0).permutation(len(found.options))
     assert pareto([found.options[at] for at in random]) == found.pareto
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.runs.records import EventRecord, read_events
-from shardwright.system.processes import STOPPING
+from shardwright.system.signals import STOPPING
 from tests.distributed import context
 
 Fault = Callable[[int], None]

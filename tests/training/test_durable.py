@@ -148,6 +148,14 @@ def test_older_complete_copies_are_deleted_and_others_left(tmp_path):
     assert sorted(os.listdir(tmp_path / "there")) == ["notes", *map(checkpoint_name, (2, 4, 5))]
 
 
+@pytest.mark.parametrize(("keep_last", "kept"), [(0, (1, 3, 4)), (1, (4,)), (4, (1, 3, 4))])
+def test_so_many_complete_copies_are_kept(keep_last, kept, tmp_path):
+    there = DurableFolder(str(tmp_path / "there"), keep_last)
+    for step in (1, 3, 4):
+        assert durable.copy(there, make(tmp_path, step, str(step), n_ranks=1), 0, 1, leave)
+    assert sorted(os.listdir(tmp_path / "there")) == [*map(checkpoint_name, kept)]
+
+
 def given(place: object, **more: object) -> tuple[str, ...]:
     """Options of a run with durable copies."""
     keys = {"durable": place, "durable_every": 10} | more

@@ -12,7 +12,7 @@ from shardwright.config import parse
 from shardwright.data.prepare import prepare
 from shardwright.data.token_manifest import DataManifest
 from shardwright.system.errors import ConfigError, DataError
-from shardwright.system.files import sole_owner
+from shardwright.system.owner import sole_owner
 from shardwright.training.preparing import _Prepare, prepare_failure
 from tests.data.publications import OPTIONS, corpus
 from tests.training.runs import checkpoints, train, training, trajectory, write_run_file

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import IO, Annotated, Any, cast
+from typing import IO, Annotated, Any, TypeVar, cast
 
 import typer
 from rich.table import Table
@@ -33,10 +33,12 @@ from shardwright.system.errors import (
     too_many_files,
 )
 from shardwright.system.files import is_text, parse_json, parse_toml, problem_of_place, read_text, reason
-from shardwright.system.processes import in_one_sentence, interrupts, leaving_is_failure
+from shardwright.system.processes import in_one_sentence
+from shardwright.system.signals import interrupts, leaving_is_failure
 from shardwright.view import terminal
 from shardwright.view.document import VerbDocument
 
+T = TypeVar("T")
 MOST_PROBLEMS = 50
 """Most errors that are printed; a damaged table may have an error in every cell."""
 
@@ -95,6 +97,43 @@ Overrides = Annotated[
 ]
 
 
+def option(default: Any, help: str, metavar: str | None = None, *, name: str = "", **rules: Any) -> Any:
+    """Return the default of a parameter, or of a field of a dataclass of options, that is `--PARAMETER`, or `name`.
+    `default`: `...` if the option is required; `rules`: other arguments of typer.Option, such as `min`."""
+    return _described(default, lambda _: typer.Option(*filter(None, [name]), help=help, metavar=metavar, **rules))
+
+
+def flag(help: str) -> Any:
+    """Return the default, as `option`, of a parameter that is True with `--PARAMETER` and otherwise False."""
+    return _described(False, lambda parameter: typer.Option(f"--{parameter.replace('_', '-')}", help=help))
+
+
+def argument(default: Any, help: str, metavar: str | None = None) -> Any:
+    """Return the default, as `option`, of a parameter that is a word of the command line without an option."""
+    return _described(default, lambda _: typer.Argument(help=help, metavar=metavar))
+
+
+def _described(default: Any, describe: Callable[[str], Any]) -> Any:
+    given = dataclasses.MISSING if default is ... else default
+    return dataclasses.field(default=given, metadata={"describe": describe})
+
+
+def _parameters(function: Callable[..., None], options: Any) -> inspect.Signature:
+    """Return the parameters of a verb with the descriptions that typer needs: the parameters of its function, or the
+    fields of the dataclass `options`."""
+    takes = inspect.signature(options or function, eval_str=True)
+    fields = dataclasses.fields(options) if options else ()
+    described = {name: each.default for name, each in takes.parameters.items()} | {each.name: each for each in fields}
+    parameters = []
+    for name, each in takes.parameters.items():
+        annotation, default, field = each.annotation, each.default, described[name]
+        if isinstance(field, dataclasses.Field) and field.metadata:
+            annotation = Annotated[annotation, field.metadata["describe"](name)]
+            default = each.empty if field.default is dataclasses.MISSING else field.default
+        parameters.append(each.replace(kind=each.KEYWORD_ONLY, annotation=annotation, default=default))
+    return takes.replace(parameters=parameters)
+
+
 def fail(error: ShardwrightError) -> None:
     """Print an error to stderr in the format of all verbs: one `error:` line for each problem, without traceback."""
     problems = error.problems if isinstance(error, InputError) else [str(error)]
@@ -128,7 +167,7 @@ def verb(function: Callable[..., None], extends: bool = False, hears_signals: bo
 
     @functools.wraps(function)
     def run(**given: Any) -> None:
-        given = {name: _with_home(value) for name, value in given.items()}
+        given = {name: _with_home(value) for name, value in (defaults | given).items()}
         try:
             with nullcontext() if hears_signals else interrupts(), leaving_is_failure():
                 _check_values(given)
@@ -162,8 +201,8 @@ def verb(function: Callable[..., None], extends: bool = False, hears_signals: bo
             fail(told)
             raise typer.Exit(told.exit_code) from None
 
-    if options is not None:
-        takes = inspect.signature(options, eval_str=True)
+    takes = _parameters(function, options)
+    defaults = {name: each.default for name, each in takes.parameters.items() if each.default is not each.empty}
     if extends:
         extension = inspect.Parameter("extension", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Extensions)
         takes = takes.replace(parameters=[*takes.parameters.values(), extension])
@@ -318,6 +357,21 @@ def json_records(path: Path, name: str) -> tuple[dict[int, Any], list[str]]:
         except ValueError as error:
             problems.append(f"{name}, line {number}: not JSON ({error}): {line[:60]!r}")
     return records, problems
+
+
+def print_answer(as_json: bool, data: Any, *lines: str) -> None:
+    """Print the answer of a verb as JSON, or its lines of text."""
+    if as_json:
+        print_json(data)
+        return
+    for line in lines:
+        print_text(line)
+
+
+def filled(kind: Callable[..., T], options: object, **more: Any) -> T:
+    """Return an instance of the dataclass `kind` whose fields are the options of the same names and `more`."""
+    names = {each.name for each in dataclasses.fields(cast(Any, kind))} - more.keys()
+    return kind(**{name: getattr(options, name) for name in names if hasattr(options, name)}, **more)
 
 
 def print_json(answer: Any) -> None:

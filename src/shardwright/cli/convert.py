@@ -1,30 +1,19 @@
 """shardwright convert: a training checkpoint in the format of another system."""
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from shardwright.cli.common import AsJson, print_json, print_text, reading_verb
+from shardwright.cli.common import AsJson, argument, flag, option, print_answer, reading_verb
 from shardwright.system.units import counted, format_count
 
 
 @reading_verb
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="the folder of a checkpoint, of any of the formats")],
-    out: Annotated[Path, typer.Argument(metavar="DST", help="the new folder that is written")],
-    to: Annotated[
-        str, typer.Option(metavar="FORMAT", help="shardwright, megatron, torchtitan, dcp, deepspeed-universal or hf")
-    ],
-    model: Annotated[
-        str | None, typer.Option(help="the model, if SRC has no config.json: a preset, or a folder with one")
-    ] = None,
-    run: Annotated[
-        Path | None, typer.Option(metavar="RUN.toml", help="with --to shardwright: the run that continues")
-    ] = None,
-    prove: Annotated[
-        bool, typer.Option("--prove", help="compute logits, gradients and the next update with both, and compare them")
-    ] = False,
+    source: Path = argument(..., "the folder of a checkpoint, of any of the formats", "SRC"),
+    out: Path = argument(..., "the new folder that is written", "DST"),
+    to: str = option(..., "shardwright, megatron, torchtitan, dcp, deepspeed-universal or hf", "FORMAT"),
+    model: str | None = option(None, "the model, if SRC has no config.json: a preset, or a folder with one"),
+    run: Path | None = option(None, "with --to shardwright: the run that continues", "RUN.toml"),
+    prove: bool = flag("compute logits, gradients and the next update with both, and compare them"),
     json: AsJson = False,
 ) -> None:
     """Write a training checkpoint, weights and AdamW's states, in the format of another system.
@@ -40,21 +29,10 @@ def convert(
 
     result = write(source, out, to, model=model, run=run, prove=prove)
     state = result.state
-    if json:
-        print_json(
-            {
-                "from": state.format,
-                "to": to,
-                "out": str(out),
-                "parameters": state.spec.n_parameters,
-                "step": state.step,
-                "remarks": list(result.remarks),
-            }
-        )
-        return
+    n, remarks = state.spec.n_parameters, list(result.remarks)
+    data = {"from": state.format, "to": to, "out": str(out), "parameters": n, "step": state.step, "remarks": remarks}
     optimizer = "" if state.step is None else f", AdamW after {counted(state.step, 'step')}"
-    print_text(f"{state.format}: {format_count(state.spec.n_parameters)} parameters{optimizer} -> {to}: {out}")
-    for remark in result.remarks:
-        print_text(remark)
+    said = [f"{state.format}: {format_count(n)} parameters{optimizer} -> {to}: {out}", *remarks]
     if to == "shardwright" and run is not None:
-        print_text(f"  shardwright train {run} --set checkpoint.resume={out}")
+        said.append(f"  shardwright train {run} --set checkpoint.resume={out}")
+    print_answer(json, data, *said)

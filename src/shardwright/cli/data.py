@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import typer
 from rich.markup import escape
@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
-from shardwright.cli.common import AsJson, console, error_console, print_json, print_text, verb
+from shardwright.cli.common import AsJson, argument, console, error_console, flag, option, print_json, print_text, verb
 from shardwright.data.inspect import inspect as inspect_folder
 from shardwright.data.prepare import PrepareProgress
 from shardwright.data.prepare import prepare as prepare_folder
@@ -37,68 +37,47 @@ USUAL = {name: parameter.default for name, parameter in signature(prepare_folder
 class PrepareOptions:
     """Arguments and options of `prepare`, with the names of the parameters of `data.prepare.prepare`."""
 
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SRC",
-            help="a file or folder of text, source code, JSON records or Parquet, on disk or at a URL of fsspec "
-            "such as s3://BUCKET/FOLDER; or hf:NAME[:CONFIG][:SPLIT], a dataset of the Hugging Face hub (or its local "
-            "folder)",
-        ),
-    ]
-    out: Annotated[Path, typer.Option(help="the folder to make; without --publish it appears only when it is complete")]
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(help="a tokenizer.json to use; without it a byte-level BPE is trained on the text"),
-    ] = None
-    separator: Annotated[
-        str | None,
-        typer.Option(help="the token of --tokenizer that ends a document; `<|endoftext|>`, `</s>`, ... are found"),
-    ] = None
-    vocab_size: Annotated[int, typer.Option(help="tokens of a tokenizer trained here")] = USUAL["vocab_size"]
-    tokenizer_sample: Annotated[int, typer.Option(help="bytes of text that a tokenizer is trained on, at most")] = (
-        USUAL["tokenizer_sample"]
+    source: str = argument(
+        ...,
+        "a file or folder of text, source code, JSON records or Parquet, on disk or at a URL of fsspec "
+        "such as s3://BUCKET/FOLDER; or hf:NAME[:CONFIG][:SPLIT], a dataset of the Hugging Face hub (or its local "
+        "folder)",
+        "SRC",
     )
-    validation: Annotated[
-        float, typer.Option(help="fraction of the documents that go to the split `validation`; 0 for none")
-    ] = USUAL["validation"]
-    seed: Annotated[int, typer.Option(help="chooses the documents of the split `validation`")] = USUAL["seed"]
-    shard_tokens: Annotated[int, typer.Option(help="tokens of one shard file")] = USUAL["shard_tokens"]
-    max_tokens: Annotated[
-        int | None, typer.Option(help="end with the document that reaches this number of tokens; none: read all of SRC")
-    ] = USUAL["max_tokens"]
-    format: Annotated[
-        Literal["text", "chat", "preference"],
-        typer.Option(
-            help="chat: records have `messages`, or `prompt` and `completion`; only the answers are trained on. "
-            "preference: records have a `chosen` and a `rejected` answer, for [preference] of a run file."
-        ),
-    ] = USUAL["format"]
-    chat_template: Annotated[
-        Path | None,
-        typer.Option(help="a Jinja file that writes `messages` as text, instead of the tokenizer's own template"),
-    ] = None
-    text_key: Annotated[str, typer.Option(help="the field (JSONL) or column (Parquet, hf:) that holds the text")] = (
-        USUAL["text_key"]
+    out: Path = option(..., "the folder to make; without --publish it appears only when it is complete")
+    tokenizer: Path | None = option(None, "a tokenizer.json to use; without it a byte-level BPE is trained on the text")
+    separator: str | None = option(
+        None, "the token of --tokenizer that ends a document; `<|endoftext|>`, `</s>`, ... are found"
     )
-    glob: Annotated[str | None, typer.Option(help="of a folder only the files that match, for example '*.py'")] = None
-    encoding_errors: Annotated[
-        EncodingErrors,
-        typer.Option(help="bytes that are not UTF-8: stop, replace them by U+FFFD, or skip the document"),
-    ] = USUAL["encoding_errors"]
-    skip_bad: Annotated[
-        bool,
-        typer.Option("--skip-bad", help="leave out records that are not JSON or have no text, and say how many"),
-    ] = False
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUT, once the new one is complete")] = False
-    publish: Annotated[
-        bool,
-        typer.Option(
-            "--publish",
-            help="add complete shards to OUT while others are written, for runs with data.order='shards'; the same "
-            "command continues after an interruption",
-        ),
-    ] = False
+    vocab_size: int = option(USUAL["vocab_size"], "tokens of a tokenizer trained here")
+    tokenizer_sample: int = option(USUAL["tokenizer_sample"], "bytes of text that a tokenizer is trained on, at most")
+    validation: float = option(
+        USUAL["validation"], "fraction of the documents that go to the split `validation`; 0 for none"
+    )
+    seed: int = option(USUAL["seed"], "chooses the documents of the split `validation`")
+    shard_tokens: int = option(USUAL["shard_tokens"], "tokens of one shard file")
+    max_tokens: int | None = option(
+        USUAL["max_tokens"], "end with the document that reaches this number of tokens; none: read all of SRC"
+    )
+    format: Literal["text", "chat", "preference"] = option(
+        USUAL["format"],
+        "chat: records have `messages`, or `prompt` and `completion`; only the answers are trained on. "
+        "preference: records have a `chosen` and a `rejected` answer, for [preference] of a run file.",
+    )
+    chat_template: Path | None = option(
+        None, "a Jinja file that writes `messages` as text, instead of the tokenizer's own template"
+    )
+    text_key: str = option(USUAL["text_key"], "the field (JSONL) or column (Parquet, hf:) that holds the text")
+    glob: str | None = option(None, "of a folder only the files that match, for example '*.py'")
+    encoding_errors: EncodingErrors = option(
+        USUAL["encoding_errors"], "bytes that are not UTF-8: stop, replace them by U+FFFD, or skip the document"
+    )
+    skip_bad: bool = flag("leave out records that are not JSON or have no text, and say how many")
+    overwrite: bool = flag("replace OUT, once the new one is complete")
+    publish: bool = flag(
+        "add complete shards to OUT while others are written, for runs with data.order='shards'; the same "
+        "command continues after an interruption"
+    )
     json: AsJson = False
 
 
@@ -125,24 +104,17 @@ def prepare(options: PrepareOptions) -> None:
 @app.command()
 @verb
 def inspect(
-    directory: Annotated[
-        str, typer.Argument(metavar="DIR", help="a folder that `data prepare` made, here or at a URL of fsspec")
-    ],
-    split: Annotated[str, typer.Option(help="the split whose documents are shown")] = "train",
-    documents: Annotated[int, typer.Option(help="how many documents or samples to show, decoded")] = 3,
-    seq_len: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="show packed samples of N tokens, as training reads them, not documents; and what "
-            "data.attention='document' does in them: the share of the scores that is left, the balance of the ranks "
-            "of cp",
-        ),
-    ] = None,
-    verify: Annotated[
-        bool,
-        typer.Option("--verify", help="read every file and compare its checksum; exit code 1 if damaged"),
-    ] = False,
+    directory: str = argument(..., "a folder that `data prepare` made, here or at a URL of fsspec", "DIR"),
+    split: str = option("train", "the split whose documents are shown"),
+    documents: int = option(3, "how many documents or samples to show, decoded"),
+    seq_len: int | None = option(
+        None,
+        "show packed samples of N tokens, as training reads them, not documents; and what "
+        "data.attention='document' does in them: the share of the scores that is left, the balance of the ranks "
+        "of cp",
+        "N",
+    ),
+    verify: bool = flag("read every file and compare its checksum; exit code 1 if damaged"),
     json: AsJson = False,
 ) -> None:
     """Show the contents of a folder of tokens: splits, shards, tokenizer, and the first documents decoded.

@@ -3,11 +3,22 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from shardwright.cli.common import AsJson, Overrides, print_text, progress, reading_verb, show, wrong_place
+from shardwright.cli.common import (
+    AsJson,
+    Overrides,
+    argument,
+    flag,
+    option,
+    print_text,
+    progress,
+    reading_verb,
+    show,
+    wrong_place,
+)
 from shardwright.cli.plan_from import load_run
 from shardwright.cli.plan_options import FromOptions
 from shardwright.system.errors import InputError
@@ -23,52 +34,24 @@ ALL = "all"
 class DryrunOptions(FromOptions):
     """Arguments and options of `dryrun`."""
 
-    run_file: Annotated[Path | None, typer.Argument(help="the run file, TOML; see examples/; its data is not read")] = (
-        None
-    )
+    run_file: Path | None = argument(None, "the run file, TOML; see examples/; its data is not read")
     overrides: Overrides = None
-    rank: Annotated[
-        int | None, typer.Option(metavar="R", help="the rank of the world; if not given, the fullest by the plan")
-    ] = None
-    ranks: Annotated[
-        str | None,
-        typer.Option(
-            metavar="all",
-            help="one rank of each class that can differ, whose collectives and messages have to agree",
-        ),
-    ] = None
-    steps: Annotated[int, typer.Option(help="steps to take; the last one is reported")] = 2
-    device_memory: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="memory of a rank's device, such as 80GiB; or name an accelerator"),
-    ] = None
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME[:COUNT]",
-            help="the cluster as for `plan`, such as h100:64, or h100, for its accelerator's memory",
-        ),
-    ] = None
-    count_as: Annotated[
-        str,
-        typer.Option(help="gpu: with the kernels and the allocator of a GPU; cpu: as a rank on a CPU and gloo"),
-    ] = "gpu"
-    imbalance: Annotated[
-        float, typer.Option(metavar="X", help="rows of experts that the first rank of ep gets, over the mean")
-    ] = 1.0
-    remedies: Annotated[
-        bool, typer.Option("--remedies/--no-remedies", help="where it does not fit, try what would")
-    ] = True
-    messages: Annotated[bool, typer.Option("--messages", help="list every collective and message in order")] = False
-    html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="write one page with pictures")] = None
-    trace: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.json", help="write actions, messages and memory for ui.perfetto.dev"),
-    ] = None
-    snapshot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.pickle", help="write every allocation for pytorch.org/memory_viz"),
-    ] = None
+    rank: int | None = option(None, "the rank of the world; if not given, the fullest by the plan", "R")
+    ranks: str | None = option(
+        None, "one rank of each class that can differ, whose collectives and messages have to agree", "all"
+    )
+    steps: int = option(2, "steps to take; the last one is reported")
+    device_memory: str | None = option(None, "memory of a rank's device, such as 80GiB; or name an accelerator", "SIZE")
+    cluster: str | None = option(
+        None, "the cluster as for `plan`, such as h100:64, or h100, for its accelerator's memory", "NAME[:COUNT]"
+    )
+    count_as: str = option("gpu", "gpu: with the kernels and the allocator of a GPU; cpu: as a rank on a CPU and gloo")
+    imbalance: float = option(1.0, "rows of experts that the first rank of ep gets, over the mean", "X")
+    remedies: bool = option(True, "where it does not fit, try what would", name="--remedies/--no-remedies")
+    messages: bool = flag("list every collective and message in order")
+    html: Path | None = option(None, "write one page with pictures", "FILE.html")
+    trace: Path | None = option(None, "write actions, messages and memory for ui.perfetto.dev", "FILE.json")
+    snapshot: Path | None = option(None, "write every allocation for pytorch.org/memory_viz", "FILE.pickle")
     json: AsJson = False
 
 

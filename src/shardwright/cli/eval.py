@@ -1,17 +1,15 @@
 """shardwright eval: the perplexity of a model on prepared data."""
 
 import dataclasses
-from typing import Annotated, Any, cast
-
-import typer
 
 from shardwright.cli.common import (
     AsJson,
     Device,
     ModelArgument,
+    filled,
     layout_of,
-    print_json,
-    print_text,
+    option,
+    print_answer,
     reading_verb,
     wrong_device,
     wrong_sizes,
@@ -25,27 +23,15 @@ class EvalOptions:
     """Arguments and options of `eval`."""
 
     model: ModelArgument
-    data: Annotated[
-        str | None,
-        typer.Option(metavar="FOLDER", help="a folder of `shardwright data prepare`, or its URL [default: the run's]"),
-    ] = None
-    split: Annotated[str, typer.Option(help="the split of that folder: validation or train")] = "validation"
-    layout: Annotated[
-        str, typer.Option(metavar="KEY=VALUE,...", help="keys of the layout to run on, such as tp=2,dp_shard=2")
-    ] = ""
-    seq_len: Annotated[int | None, typer.Option(help="tokens of a sequence [default: the run's, or max_seq_len]")] = (
-        None
-    )
-    samples: Annotated[int | None, typer.Option(help="sequences, spread evenly over the split [default: all]")] = None
-    micro_batch: Annotated[int, typer.Option(help="sequences that a rank runs at a time")] = 4
+    data: str | None = option(None, "a folder of `shardwright data prepare`, or its URL [default: the run's]", "FOLDER")
+    split: str = option("validation", "the split of that folder: validation or train")
+    layout: str = option("", "keys of the layout to run on, such as tp=2,dp_shard=2", "KEY=VALUE,...")
+    seq_len: int | None = option(None, "tokens of a sequence [default: the run's, or max_seq_len]")
+    samples: int | None = option(None, "sequences, spread evenly over the split [default: all]")
+    micro_batch: int = option(4, "sequences that a rank runs at a time")
     device: Device = "auto"
-    sequences: Annotated[str | None, typer.Option(help="packed or documents [default: as in the run, or packed]")] = (
-        None
-    )
-    loss: Annotated[
-        str,
-        typer.Option(help="pairs: as in [preference] of the run; tokens: the next token [default: the run's loss]"),
-    ] = "auto"
+    sequences: str | None = option(None, "packed or documents [default: as in the run, or packed]")
+    loss: str = option("auto", "pairs: as in [preference] of the run; tokens: the next token [default: the run's loss]")
     json: AsJson = False
 
 
@@ -76,39 +62,22 @@ def eval(options: EvalOptions) -> None:
         problems += error.problems
     if problems:
         raise InputError(*problems)
-    evaluation = evaluate(
-        EvalRequest(
-            options.model,
-            options.data,
-            options.split,
-            layout,
-            options.seq_len,
-            options.samples,
-            options.micro_batch,
-            options.device,
-            cast(Any, options.sequences),
-            cast(Any, options.loss),
-        )
-    )
+    evaluation = evaluate(filled(EvalRequest, options, layout=layout))
     if evaluation is None:
         return
-    if options.json:
-        print_json(dataclasses.asdict(evaluation))
+    loss = f"{evaluation.loss:.5f} {evaluation.unit}"
+    if evaluation.n_pairs is None:
+        result = f"perplexity {evaluation.perplexity:.4f}, loss {loss}"
+        size = f"{format_count(evaluation.n_tokens or 0)} tokens"
     else:
-        if evaluation.n_pairs is None:
-            print_text(f"perplexity {evaluation.perplexity:.4f}, loss {evaluation.loss:.5f} {evaluation.unit}")
-        else:
-            leads = f"the chosen answer leads in {evaluation.accuracy:.1%} of the pairs"
-            loss = f"{evaluation.kind} loss {evaluation.loss:.5f} {evaluation.unit}"
-            print_text(f"{loss}, margin {evaluation.margin:.5f}; {leads}")
-        size = (
-            f"{format_count(evaluation.n_tokens or 0)} tokens"
-            if evaluation.n_pairs is None
-            else counted(evaluation.n_pairs, "pair")
-        )
-        print_text(
-            f"{size}: {counted(evaluation.n_samples, 'sequence')} of {evaluation.seq_len} of the "
-            f"{options.split} split in {', '.join(evaluation.data)}"
-        )
-        for remark in evaluation.remarks:
-            print_text(f"note: {remark}")
+        leads = f"the chosen answer leads in {evaluation.accuracy:.1%} of the pairs"
+        result = f"{evaluation.kind} loss {loss}, margin {evaluation.margin:.5f}; {leads}"
+        size = counted(evaluation.n_pairs, "pair")
+    print_answer(
+        options.json,
+        dataclasses.asdict(evaluation),
+        result,
+        f"{size}: {counted(evaluation.n_samples, 'sequence')} of {evaluation.seq_len} of the {options.split} split in "
+        f"{', '.join(evaluation.data)}",
+        *(f"note: {remark}" for remark in evaluation.remarks),
+    )

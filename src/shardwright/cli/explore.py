@@ -7,14 +7,12 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from shardwright.cli.common import error_console, print_text, reading_verb
+from shardwright.cli.common import argument, error_console, option, print_text, reading_verb
 from shardwright.system.errors import InputError
 from shardwright.system.files import problem_above
-from shardwright.system.processes import interrupt_is_handled
+from shardwright.system.signals import interrupt_is_handled
 
 if TYPE_CHECKING:
     from shardwright.cost.job import Job
@@ -26,32 +24,20 @@ MOST_PORT = 65535
 
 @reading_verb
 def explore(
-    run: Annotated[
-        Path | None, typer.Argument(metavar="RUN.toml", help="a run file, whose model, batch and layout come first")
-    ] = None,
-    port: Annotated[int, typer.Option(metavar="N", help="the port; 0: any free one")] = PORT,
-    host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="the address to listen on; others than loopback are open to others")
-    ] = "127.0.0.1",
-    cluster: Annotated[
-        str | None,
-        typer.Option(metavar="NAME:COUNT", help="the cluster of RUN.toml; as many h100 as it has ranks if not given"),
-    ] = None,
-    document_tokens: Annotated[
-        float | None,
-        typer.Option(
-            metavar="N",
-            help="the mean length of a token's document, as for `plan`; from the data of RUN.toml if not given",
-        ),
-    ] = None,
-    hardware: Annotated[
-        Path | None, typer.Option(metavar="FILE.toml", help="your accelerators, as `shardwright measure` writes them")
-    ] = None,
-    browser: Annotated[bool, typer.Option(help="open the page in a browser")] = True,
-    static: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="write the pages of Learn and the plan as a static site, and start no server"),
-    ] = None,
+    run: Path | None = argument(None, "a run file, whose model, batch and layout come first", "RUN.toml"),
+    port: int = option(PORT, "the port; 0: any free one", "N"),
+    host: str = option("127.0.0.1", "the address to listen on; others than loopback are open to others", "ADDRESS"),
+    cluster: str | None = option(
+        None, "the cluster of RUN.toml; as many h100 as it has ranks if not given", "NAME:COUNT"
+    ),
+    document_tokens: float | None = option(
+        None, "the mean length of a token's document, as for `plan`; from the data of RUN.toml if not given", "N"
+    ),
+    hardware: Path | None = option(None, "your accelerators, as `shardwright measure` writes them", "FILE.toml"),
+    browser: bool = option(True, "open the page in a browser"),
+    static: Path | None = option(
+        None, "write the pages of Learn and the plan as a static site, and start no server", "DIR"
+    ),
 ) -> None:
     """Plan a run in the browser: move sliders, and see memory, time, schedule and messages at once.
 

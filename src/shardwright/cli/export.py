@@ -2,11 +2,8 @@
 
 import re
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from shardwright.cli.common import AsJson, print_json, print_text, reading_verb
+from shardwright.cli.common import AsJson, argument, flag, option, print_answer, reading_verb
 from shardwright.system.errors import InputError
 from shardwright.system.units import format_bytes
 
@@ -15,33 +12,16 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 @reading_verb
 def export(
-    source: Annotated[
-        Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="a run (its newest checkpoint), a checkpoint or weights")
-    ],
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="the new folder that is written")],
-    dtype: Annotated[
-        str | None, typer.Option(help="bf16, fp16, fp32 or fp64: type of the weights; if not given, as they are")
-    ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="most bytes of a file, such as 5GB or 500MiB")] = "5GB",
-    tokenizer: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="take the tokenizer of this folder, and its chat template")
-    ] = None,
-    allow_nan: Annotated[
-        bool,
-        typer.Option("--allow-nan", help="write values that are NaN or infinite, too; without it they are refused"),
-    ] = False,
-    architecture: Annotated[
-        str | None, typer.Option(metavar="MODEL_TYPE", help="model_type to write if several fit, such as phi3 or llama")
-    ] = None,
-    average: Annotated[
-        bool, typer.Option("--average", help="write the average of the weights that the run made ([average])")
-    ] = False,
-    adapter: Annotated[
-        bool, typer.Option("--adapter", help="of a run with [lora], write the adapters alone, as peft reads them")
-    ] = False,
-    merge: Annotated[
-        bool, typer.Option("--merge", help="of a run with [lora], write the base with the adapters merged into it")
-    ] = False,
+    source: Path = argument(..., "a run (its newest checkpoint), a checkpoint or weights", "RUN_OR_CHECKPOINT"),
+    out: Path = option(..., "the new folder that is written", "FOLDER"),
+    dtype: str | None = option(None, "bf16, fp16, fp32 or fp64: type of the weights; if not given, as they are"),
+    max_shard_size: str = option("5GB", "most bytes of a file, such as 5GB or 500MiB"),
+    tokenizer: Path | None = option(None, "take the tokenizer of this folder, and its chat template", "FOLDER"),
+    allow_nan: bool = flag("write values that are NaN or infinite, too; without it they are refused"),
+    architecture: str | None = option(None, "model_type to write if several fit, such as phi3 or llama", "MODEL_TYPE"),
+    average: bool = flag("write the average of the weights that the run made ([average])"),
+    adapter: bool = flag("of a run with [lora], write the adapters alone, as peft reads them"),
+    merge: bool = flag("of a run with [lora], write the base with the adapters merged into it"),
     json: AsJson = False,
 ) -> None:
     """Write weights as a folder that transformers loads with AutoModelForCausalLM.from_pretrained.
@@ -63,23 +43,18 @@ def export(
         source, out, dtype=dtype, max_shard_bytes=_bytes(max_shard_size), tokenizer=tokenizer, allow_nan=allow_nan,
         architecture=architecture, average=average, merge=merge,
     )  # fmt: skip
-    if json:
-        answer = {"out": str(out), "architecture": done.architecture.class_name, "dtype": done.dtype}
-        print_json({**answer, "bytes": done.n_bytes, "remarks": list(done.remarks)})
-        return
-    print_text(f"{done.architecture.class_name}, {done.dtype}, {format_bytes(done.n_bytes)} -> {out}")
-    for remark in done.remarks:
-        print_text(remark)
+    name = done.architecture.class_name
+    data = {"out": str(out), "architecture": name, "dtype": done.dtype, "bytes": done.n_bytes}
+    said = f"{name}, {done.dtype}, {format_bytes(done.n_bytes)} -> {out}"
+    print_answer(json, data | {"remarks": list(done.remarks)}, said, *done.remarks)
 
 
 def _adapter(source: Path, out: Path, architecture: str | None, json: bool) -> None:
     from shardwright.training.adapters import export_adapter
 
     n_bytes = export_adapter(source, out, architecture)
-    if json:
-        print_json({"out": str(out), "bytes": n_bytes})
-        return
-    print_text(f"adapters for peft, {format_bytes(n_bytes)} -> {out}")
+    said = f"adapters for peft, {format_bytes(n_bytes)} -> {out}"
+    print_answer(json, {"out": str(out), "bytes": n_bytes}, said)
 
 
 def _bytes(text: str) -> int:

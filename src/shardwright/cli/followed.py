@@ -20,7 +20,8 @@ from shardwright.runs.records import (
     events_of,
     metrics_of,
 )
-from shardwright.system.files import inside, owner_runs
+from shardwright.system.files import inside
+from shardwright.system.owner import owner_runs
 from shardwright.system.ranks_at import RankIdentity, RanksFolder, RankState
 
 QUIET_S = 30.0

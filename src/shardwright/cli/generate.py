@@ -11,9 +11,12 @@ from shardwright.cli.common import (
     Device,
     ModelArgument,
     error_console,
+    filled,
+    flag,
     json_records,
     layout_of,
     numbered_lines,
+    option,
     print_json,
     print_text,
     reading_verb,
@@ -52,42 +55,27 @@ class GenerateOptions:
     """Arguments and options of `generate`."""
 
     model: ModelArgument
-    prompt: Annotated[list[str] | None, typer.Option(help="a text to continue; may be repeated")] = None
-    prompts: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help='a file of prompts: one a line, or for *.jsonl a {"prompt": "..."} a line'),
-    ] = None
-    chat: Annotated[
-        bool, typer.Option("--chat", help="each prompt is a message of a user: print the answer, by the chat template")
-    ] = False
-    max_tokens: Annotated[int, typer.Option(help="the most new tokens of each prompt")] = 80
-    stop: Annotated[
-        list[str] | None, typer.Option(help="a text that ends a continuation, and is not part of it; may be repeated")
-    ] = None
-    temperature: Annotated[
-        float | None, typer.Option(help="0: always the most probable token; higher: more of the others [default: 0.8]")
-    ] = None
-    top_p: Annotated[
-        float | None, typer.Option(help="draw from the most probable tokens that together reach it [default: 1.0]")
-    ] = None
-    top_k: Annotated[
-        int | None, typer.Option(help="draw from this many most probable tokens; 0: all [default: 40]")
-    ] = None
-    seed: Annotated[int, typer.Option(help="seed of the draws")] = 0
-    greedy: Annotated[bool, typer.Option("--greedy", help="always the most probable token; nothing is drawn")] = False
-    layout: Annotated[
-        str, typer.Option(metavar="KEY=VALUE,...", help="degrees of the layout to run on, such as tp=2,pp=2")
-    ] = ""
-    batch_size: Annotated[int, typer.Option(help="sequences that a replica of the model runs at once")] = 16
-    draft: Annotated[
-        Path | None,
-        typer.Option(metavar="MODEL", help="a smaller model of the same tokenizer that proposes tokens (speculative)"),
-    ] = None
-    draft_tokens: Annotated[int, typer.Option(help="proposals of the draft in each step")] = 4
-    logprobs: Annotated[
-        bool,
-        typer.Option("--logprobs", help="with --json: the ids and the log-probability of each token, as `score` has"),
-    ] = False
+    prompt: list[str] | None = option(None, "a text to continue; may be repeated")
+    prompts: Path | None = option(
+        None, 'a file of prompts: one a line, or for *.jsonl a {"prompt": "..."} a line', "FILE"
+    )
+    chat: bool = flag("each prompt is a message of a user: print the answer, by the chat template")
+    max_tokens: int = option(80, "the most new tokens of each prompt")
+    stop: list[str] | None = option(None, "a text that ends a continuation, and is not part of it; may be repeated")
+    temperature: float | None = option(
+        None, "0: always the most probable token; higher: more of the others [default: 0.8]"
+    )
+    top_p: float | None = option(None, "draw from the most probable tokens that together reach it [default: 1.0]")
+    top_k: int | None = option(None, "draw from this many most probable tokens; 0: all [default: 40]")
+    seed: int = option(0, "seed of the draws")
+    greedy: bool = flag("always the most probable token; nothing is drawn")
+    layout: str = option("", "degrees of the layout to run on, such as tp=2,pp=2", "KEY=VALUE,...")
+    batch_size: int = option(16, "sequences that a replica of the model runs at once")
+    draft: Path | None = option(
+        None, "a smaller model of the same tokenizer that proposes tokens (speculative)", "MODEL"
+    )
+    draft_tokens: int = option(4, "proposals of the draft in each step")
+    logprobs: bool = flag("with --json: the ids and the log-probability of each token, as `score` has")
     batch_invariant: BatchInvariant = False
     record_experts: RecordExperts = None
     device: Device = "auto"
@@ -131,23 +119,11 @@ def generate(options: GenerateOptions) -> None:
     if problems:
         raise InputError(*problems)
     answer = generate(
-        GenerationRequest(
-            options.model,
-            prompts,
-            options.max_tokens,
-            _sampling(options),
-            layout,
-            options.batch_size,
-            options.device,
-            options.draft,
-            options.draft_tokens,
-            tuple(options.stop or ()),
-            options.chat,
-            options.logprobs,
-            options.batch_invariant,
-            options.record_experts,
+        filled(
+            GenerationRequest, options, prompts=prompts, sampling=_sampling(options), layout=layout,
+            stop=tuple(options.stop or ()), log_probs=options.logprobs,
         )
-    )
+    )  # fmt: skip
     if answer is None:
         return
     if options.json:

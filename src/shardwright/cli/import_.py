@@ -2,27 +2,18 @@
 
 from json import dumps
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from shardwright.cli.common import AsJson, print_json, print_text, reading_verb
+from shardwright.cli.common import AsJson, argument, option, print_answer, reading_verb
 from shardwright.system.units import format_bytes, format_count
 
 
 @reading_verb
 def import_(
-    source: Annotated[
-        str, typer.Argument(metavar="HF_DIR_OR_ID", help="a folder of transformers, or an id of the hub (OWNER/NAME)")
-    ],
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="the new folder that is written")],
-    base: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="HF_DIR has an adapter of peft alone; take it as adapters of these weights, for [lora]",
-        ),
-    ] = None,
+    source: str = argument(..., "a folder of transformers, or an id of the hub (OWNER/NAME)", "HF_DIR_OR_ID"),
+    out: Path = option(..., "the new folder that is written", "FOLDER"),
+    base: Path | None = option(
+        None, "HF_DIR has an adapter of peft alone; take it as adapters of these weights, for [lora]", "FOLDER"
+    ),
     json: AsJson = False,
 ) -> None:
     """Write the weights of a Hugging Face model as a folder that runs begin with.
@@ -40,31 +31,19 @@ def import_(
 
     weights = import_weights(source, out)
     architecture, n_bytes = weights.folder.architecture.class_name, bytes_of(weights)
-    if json:
-        print_json(
-            {
-                "out": str(out),
-                "architecture": architecture,
-                "parameters": weights.spec.n_parameters,
-                "tensors": len(weights.shapes),
-                "bytes": n_bytes,
-                "left_out": weights.left_out,
-            }
-        )
-        return
-    print_text(
-        f"{architecture}, {format_count(weights.spec.n_parameters)} parameters, {format_bytes(n_bytes)} -> {out}"
-    )
+    n = weights.spec.n_parameters
+    data = {"out": str(out), "architecture": architecture, "parameters": n, "tensors": len(weights.shapes)}
+    said = [f"{architecture}, {format_count(n)} parameters, {format_bytes(n_bytes)} -> {out}"]
     if weights.folder.untied:
-        print_text(
+        said.append(
             "the head is not tied: config.json ties it to the embedding, and the files have a head with other values, "
             "which transformers keeps too"
         )
-    for line in by_reason(weights.left_out):
-        print_text(f"left out: {line}")
+    said += [f"left out: {line}" for line in by_reason(weights.left_out)]
     if weights.folder.tokenizer is None:
-        print_text("no tokenizer.json in it: data has to be prepared with a tokenizer of the same vocabulary")
-    print_text(f"  shardwright train RUN.toml --set model.from={out} --set init.weights={out}")
+        said.append("no tokenizer.json in it: data has to be prepared with a tokenizer of the same vocabulary")
+    said.append(f"  shardwright train RUN.toml --set model.from={out} --set init.weights={out}")
+    print_answer(json, data | {"bytes": n_bytes, "left_out": weights.left_out}, *said)
 
 
 def _adapter(source: str, base: Path, out: Path, json: bool) -> None:
@@ -73,11 +52,12 @@ def _adapter(source: str, base: Path, out: Path, json: bool) -> None:
     given = import_adapter(source, base, out)
     lora, n = given.spec.lora, given.spec.n_trained_parameters
     assert lora is not None
-    if json:
-        print_json({"out": str(out), "base": str(base), "rank": lora.rank, "parameters": n})
-        return
-    print_text(f"adapters of rank {lora.rank}, {format_count(n)} parameters, for {base} -> {out}")
     targets = dumps([*lora.targets])
     keys = f"lora.rank={lora.rank} --set lora.alpha={lora.alpha:g} --set 'lora.targets={targets}'"
     keys += f" --set lora.dropout={lora.dropout:g}" if lora.dropout else ""
-    print_text(f"  shardwright train RUN.toml --set model.from={base} --set init.weights={out} --set {keys}")
+    print_answer(
+        json,
+        {"out": str(out), "base": str(base), "rank": lora.rank, "parameters": n},
+        f"adapters of rank {lora.rank}, {format_count(n)} parameters, for {base} -> {out}",
+        f"  shardwright train RUN.toml --set model.from={base} --set init.weights={out} --set {keys}",
+    )

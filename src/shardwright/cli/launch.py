@@ -3,11 +3,21 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from shardwright.cli.common import AsJson, Overrides, print_json, print_text, reading_verb, wrong_place, wrong_sizes
+from shardwright.cli.common import (
+    AsJson,
+    Overrides,
+    argument,
+    filled,
+    flag,
+    option,
+    print_json,
+    print_text,
+    reading_verb,
+    wrong_place,
+    wrong_sizes,
+)
 from shardwright.launching.jobs import JOB_FORMATS, JobFormat, LaunchJob, job_problems
 from shardwright.system.errors import InputError, nearest
 from shardwright.system.files import write_whole
@@ -20,33 +30,25 @@ if TYPE_CHECKING:
 class LaunchOptions:
     """Arguments and options of `launch`."""
 
-    run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="the run file, as the job finds it")]
-    on: Annotated[str, typer.Option(metavar="SCHEDULER", help=", ".join(JOB_FORMATS))]
-    nodes: Annotated[int | None, typer.Option(metavar="N", help="machines [default: ranks / --per-node]")] = None
-    per_node: Annotated[int, typer.Option(metavar="N", help="ranks of a machine, which are its GPUs")] = 8
-    cpus: Annotated[int, typer.Option(metavar="N", help="cores of a rank")] = 8
-    name: Annotated[str | None, typer.Option(help="of the job [default: the last part of the run's out]")] = None
-    time: Annotated[str, typer.Option(metavar="HH:MM:SS", help="slurm: longest time of one job")] = "24:00:00"
-    grace: Annotated[
-        int, typer.Option(metavar="S", help="slurm, kubernetes: seconds to save in, from SIGTERM to the end of the job")
-    ] = 600
-    max_restarts: Annotated[
-        int, typer.Option(metavar="N", help="kubernetes, skypilot, ray: how often a failed job is started again")
-    ] = 3
-    activate: Annotated[
-        str, typer.Option(metavar="COMMAND", help="slurm, skypilot: a shell line that makes shardwright available")
-    ] = "source .venv/bin/activate"
-    image: Annotated[str | None, typer.Option(help="kubernetes: the container image")] = None
-    claim: Annotated[str | None, typer.Option(help="kubernetes: claim of the volume with run file, data and out")] = (
-        None
+    run: Path = argument(..., "the run file, as the job finds it", "RUN.toml")
+    on: str = option(..., ", ".join(JOB_FORMATS), "SCHEDULER")
+    nodes: int | None = option(None, "machines [default: ranks / --per-node]", "N")
+    per_node: int = option(8, "ranks of a machine, which are its GPUs", "N")
+    cpus: int = option(8, "cores of a rank", "N")
+    name: str | None = option(None, "of the job [default: the last part of the run's out]")
+    time: str = option("24:00:00", "slurm: longest time of one job", "HH:MM:SS")
+    grace: int = option(600, "slurm, kubernetes: seconds to save in, from SIGTERM to the end of the job", "S")
+    max_restarts: int = option(3, "kubernetes, skypilot, ray: how often a failed job is started again", "N")
+    activate: str = option(
+        "source .venv/bin/activate", "slurm, skypilot: a shell line that makes shardwright available", "COMMAND"
     )
-    mount: Annotated[str, typer.Option(help="kubernetes: where it is mounted; the working directory")] = "/runs"
-    accelerator: Annotated[str | None, typer.Option(help="skypilot: the GPU, such as H100")] = None
+    image: str | None = option(None, "kubernetes: the container image")
+    claim: str | None = option(None, "kubernetes: claim of the volume with run file, data and out")
+    mount: str = option("/runs", "kubernetes: where it is mounted; the working directory")
+    accelerator: str | None = option(None, "skypilot: the GPU, such as H100")
     set_: Overrides = None
-    write: Annotated[Path | None, typer.Option(metavar="FILE", help="write the job file; otherwise it is printed")] = (
-        None
-    )
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="with --write, replace a file that exists")] = False
+    write: Path | None = option(None, "write the job file; otherwise it is printed", "FILE")
+    overwrite: bool = flag("with --write, replace a file that exists")
     json: AsJson = False
 
 
@@ -93,17 +95,11 @@ def _name(out: str) -> str:
 
 
 def _job(options: LaunchOptions, config: "RunConfig", world_size: int) -> LaunchJob:
-    name = options.name or _name(config.out)
-    kept = ("per_node", "cpus", "time", "max_restarts", "activate", "image", "claim", "mount", "accelerator")
-    return LaunchJob(
-        name=name,
-        nodes=options.nodes or max(1, world_size // options.per_node),
-        gpus=config.device != "cpu",
-        run_file=str(options.run),
-        overrides=tuple(options.set_ or ()),
-        grace_s=options.grace,
-        **{each: getattr(options, each) for each in kept},
-    )
+    name, nodes = options.name or _name(config.out), options.nodes or max(1, world_size // options.per_node)
+    return filled(
+        LaunchJob, options, name=name, nodes=nodes, gpus=config.device != "cpu", run_file=str(options.run),
+        overrides=tuple(options.set_ or ()), grace_s=options.grace,
+    )  # fmt: skip
 
 
 def _write(options: LaunchOptions, format: JobFormat, job: LaunchJob) -> None:

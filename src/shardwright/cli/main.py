@@ -19,7 +19,7 @@ import shardwright
 from shardwright.system.console import LossyStream, discard_output
 from shardwright.system.errors import FullError, InputError, system_limit
 from shardwright.system.openmp import brief_waiting
-from shardwright.system.processes import interrupts, raise_postponed_interrupt
+from shardwright.system.signals import interrupts, raise_postponed_interrupt
 
 _USAGE_ERROR: Any = typer.BadParameter.__base__
 """The error that click raises for an unknown word or option or an invalid value; typer does not export it."""

@@ -6,13 +6,13 @@ import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from shardwright.cli.common import (
     AsJson,
     error_console,
+    flag,
+    option,
     print_text,
     show,
     verb,
@@ -32,24 +32,15 @@ CLOCKS = ("wall", "cpu")
 class MeasureOptions:
     """Options of `measure`."""
 
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE.toml", help="the hardware file to write, for plan --hardware")
-    ] = None
-    html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="write one page with the curves")] = None
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto"
-    ranks: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="on a CPU, measure 1 and N local ranks; as many as cores if not given"),
-    ] = None
-    clock: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="wall, or on a CPU that other programs load, cpu: CPU-seconds, without the time that ranks wait",
-        ),
-    ] = "wall"
-    budget: Annotated[float, typer.Option(metavar="SECONDS", help="for the repeats of each operation")] = 0.05
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace a file that exists")] = False
+    out: Path | None = option(None, "the hardware file to write, for plan --hardware", "FILE.toml")
+    html: Path | None = option(None, "write one page with the curves", "FILE.html")
+    device: str = option("auto", "auto, cpu or cuda")
+    ranks: int | None = option(None, "on a CPU, measure 1 and N local ranks; as many as cores if not given", "N")
+    clock: str = option(
+        "wall", "wall, or on a CPU that other programs load, cpu: CPU-seconds, without the time that ranks wait", "NAME"
+    )
+    budget: float = option(0.05, "for the repeats of each operation", "SECONDS")
+    overwrite: bool = flag("replace a file that exists")
     json: AsJson = False
 
 

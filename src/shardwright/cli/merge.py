@@ -1,29 +1,20 @@
 """shardwright merge: the weighted mean of the weights of several checkpoints."""
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from shardwright.cli.common import AsJson, print_json, print_text, reading_verb
+from shardwright.cli.common import AsJson, argument, option, print_answer, reading_verb
 from shardwright.system.errors import InputError
 from shardwright.system.units import format_count
 
 
 @reading_verb
 def merge(
-    sources: Annotated[
-        list[Path],
-        typer.Argument(metavar="CHECKPOINT...", help="checkpoints, runs (the newest checkpoint), folders of weights"),
-    ],
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="the new folder that is written")],
-    last: Annotated[
-        int | None, typer.Option(metavar="N", help="the last N checkpoints of the run that is named")
-    ] = None,
-    shares: Annotated[
-        str | None,
-        typer.Option(metavar="X,Y,...", help="the share of each checkpoint, in sum 1; if not given, all are equal"),
-    ] = None,
+    sources: list[Path] = argument(
+        ..., "checkpoints, runs (the newest checkpoint), folders of weights", "CHECKPOINT..."
+    ),
+    out: Path = option(..., "the new folder that is written", "FOLDER"),
+    last: int | None = option(None, "the last N checkpoints of the run that is named", "N"),
+    shares: str | None = option(None, "the share of each checkpoint, in sum 1; if not given, all are equal", "X,Y,..."),
     json: AsJson = False,
 ) -> None:
     """Write the weighted mean of the weights of several checkpoints of one model.
@@ -38,17 +29,16 @@ def merge(
     from shardwright.training.merging import merge as write
 
     done = write(sources, out, None if shares is None else _numbers(shares), last)
-    paths, spec = [str(each.path) for each in done.weights.sources], done.weights.spec
-    if json:
-        merged = [{"path": path, "share": share} for path, share in zip(paths, done.weights.shares, strict=True)]
-        print_json({"out": str(out), "sources": merged, "parameters": spec.n_parameters, "remarks": list(done.remarks)})
-        return
-    for path, share in zip(paths, done.weights.shares, strict=True):
-        print_text(f"{share:8.4g}  {path}")
-    print_text(f"{format_count(spec.n_parameters)} parameters -> {out}")
-    for remark in done.remarks:
-        print_text(remark)
-    print_text(f"  shardwright eval {out} --data DATA")
+    n, pairs = done.weights.spec.n_parameters, zip(done.weights.sources, done.weights.shares, strict=True)
+    merged = [{"path": str(source.path), "share": share} for source, share in pairs]
+    print_answer(
+        json,
+        {"out": str(out), "sources": merged, "parameters": n, "remarks": list(done.remarks)},
+        *(f"{each['share']:8.4g}  {each['path']}" for each in merged),
+        f"{format_count(n)} parameters -> {out}",
+        *done.remarks,
+        f"  shardwright eval {out} --data DATA",
+    )
 
 
 def _numbers(text: str) -> list[float]:

@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from shardwright.cli.common import AsJson, Overrides, progress, reading_verb, show, wrong_place
+from shardwright.cli.common import AsJson, Overrides, argument, option, progress, reading_verb, show, wrong_place
 from shardwright.system.errors import InputError
 
 MOST_WIDTH = 2**16
@@ -16,17 +15,13 @@ MOST_WIDTH = 2**16
 class MupCheckOptions:
     """Arguments and options of `mup-check`."""
 
-    run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="the run file; its data is not read")]
+    run: Path = argument(..., "the run file; its data is not read", "RUN.toml")
     overrides: Overrides = None
-    widths: Annotated[
-        str, typer.Option(metavar="N,N,...", help="values of d_model; heads and d_ffn grow in proportion")
-    ] = "64,128,256,512"
-    steps: Annotated[int, typer.Option(min=1, max=1000, help="optimizer steps of each model")] = 4
-    seeds: Annotated[int, typer.Option(min=1, max=100, help="models of each width, whose changes are averaged")] = 2
-    draw: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="write the picture")] = None
-    html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="write a page with the table and picture")] = (
-        None
-    )
+    widths: str = option("64,128,256,512", "values of d_model; heads and d_ffn grow in proportion", "N,N,...")
+    steps: int = option(4, "optimizer steps of each model", min=1, max=1000)
+    seeds: int = option(2, "models of each width, whose changes are averaged", min=1, max=100)
+    draw: Path | None = option(None, "write the picture", "FILE.svg")
+    html: Path | None = option(None, "write a page with the table and picture", "FILE.html")
     json: AsJson = False
 
 

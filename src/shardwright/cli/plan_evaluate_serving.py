@@ -2,26 +2,22 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from shardwright.cli.common import AsJson, console, print_json, print_text, verb
+from shardwright.cli.common import AsJson, argument, console, flag, print_json, print_text, verb
 
 
 @dataclass(frozen=True)
 class EvaluateServingOptions:
     """Arguments and options of `plan evaluate-serving`."""
 
-    runs: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="TABLE.csv",
-            help="a table of measurements, with the columns of docs/serving.md; those that come with shardwright if "
-            "not given",
-        ),
-    ] = None
-    rows: Annotated[bool, typer.Option("--rows", help="print every row, not the errors by source alone")] = False
+    runs: Path | None = argument(
+        None,
+        "a table of measurements, with the columns of docs/serving.md; those that come with shardwright if not given",
+        "TABLE.csv",
+    )
+    rows: bool = flag("print every row, not the errors by source alone")
     json: AsJson = False
 
 

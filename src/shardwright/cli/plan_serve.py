@@ -4,13 +4,16 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from shardwright.cli.common import (
     AsJson,
+    argument,
     error_console,
+    flag,
+    option,
     reading_verb,
     show,
     wrong_place,
@@ -34,83 +37,51 @@ _RATES = {"s": 1.0, "min": 1 / 60, "h": 1 / 3600}
 class PlanServeOptions:
     """Arguments and options of `plan serve`."""
 
-    run: Annotated[
-        Path | None,
-        typer.Argument(metavar="RUN", help="a run file, or the folder of a run, whose model is served"),
-    ] = None
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|FILE|SIZES",
-            help="a preset, or another served model, such as llama-3.1-70b; or config.json of transformers, or sizes, "
-            "as for plan",
-        ),
-    ] = None
-    cluster: Annotated[
-        str | None, typer.Option(metavar="NAME:COUNT", help="accelerators and how many, such as h100:8")
-    ] = None
-    input_len: Annotated[int | None, typer.Option(metavar="N", help="tokens of a prompt")] = None
-    output_len: Annotated[int | None, typer.Option(metavar="N", help="tokens of an answer")] = None
-    concurrency: Annotated[
-        int | None, typer.Option(metavar="N", help="requests that are there at a time, over the whole cluster")
-    ] = None
-    rate: Annotated[str | None, typer.Option(metavar="N/s", help="requests that arrive, such as 5/s or 300/min")] = None
-    ttft: Annotated[
-        str | None, typer.Option(metavar="TIME", help="limit of the time to the first token, such as 1s or 500ms")
-    ] = None
-    tpot: Annotated[
-        str | None, typer.Option(metavar="TIME", help="limit of the time of each further token, such as 40ms")
-    ] = None
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="of weights and matmuls: bf16, fp16, fp8, fp32, nvfp4; or of weights alone, computed in 16 bits: "
-            "mxfp4, int4 (AWQ, GPTQ), int8; if not given the format of the published weights (quantization_config of "
-            "config.json, or the end of a name such as Qwen3-235B-A22B-FP8), otherwise bf16, and fp32 for generate",
-        ),
-    ] = None
-    kv_precision: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="of the cache of keys and values: bf16, fp16, fp8, fp32, int8; if not given the format of "
-            "--precision, and 16 bits with --precision nvfp4, mxfp4, int4 or int8, or with the format of published "
-            "weights",
-        ),
-    ] = None
-    engine: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="whose constants are taken, see docs/serving.md; if not given trtllm-1, and on a CPU that "
-            "`shardwright measure` has measured generate",
-        ),
-    ] = None
-    separate: Annotated[
-        bool, typer.Option("--separate", help="also plan prefill and decode on separate accelerators")
-    ] = False
-    draft_tokens: Annotated[
-        int, typer.Option(metavar="N", help="speculative decoding: tokens that are drafted in each pass")
-    ] = 0
-    acceptance: Annotated[
-        float | None, typer.Option(metavar="X", help="share of drafted tokens that are accepted, 0 to 1")
-    ] = None
-    draft_cost: Annotated[
-        float, typer.Option(metavar="X", help="time of drafting one token, as a share of a pass of the model")
-    ] = 0.05
-    price: Annotated[
-        float | None, typer.Option(metavar="X", help="of an accelerator for an hour: adds the cost of a million tokens")
-    ] = None
-    explain: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LAYOUT", help="instead of searching, show every formula for this layout, such as tp=4,batch=32"
-        ),
-    ] = None
-    hardware: Annotated[Path | None, typer.Option(metavar="FILE.toml", help="your accelerators and clusters")] = None
-    top: Annotated[int, typer.Option(metavar="N", help="how many of the best layouts to list")] = 10
-    html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="write one page with the Pareto curve")] = None
+    run: Path | None = argument(None, "a run file, or the folder of a run, whose model is served", "RUN")
+    model: str | None = option(
+        None,
+        "a preset, or another served model, such as llama-3.1-70b; or config.json of transformers, or sizes, "
+        "as for plan",
+        "NAME|FILE|SIZES",
+    )
+    cluster: str | None = option(None, "accelerators and how many, such as h100:8", "NAME:COUNT")
+    input_len: int | None = option(None, "tokens of a prompt", "N")
+    output_len: int | None = option(None, "tokens of an answer", "N")
+    concurrency: int | None = option(None, "requests that are there at a time, over the whole cluster", "N")
+    rate: str | None = option(None, "requests that arrive, such as 5/s or 300/min", "N/s")
+    ttft: str | None = option(None, "limit of the time to the first token, such as 1s or 500ms", "TIME")
+    tpot: str | None = option(None, "limit of the time of each further token, such as 40ms", "TIME")
+    precision: str | None = option(
+        None,
+        "of weights and matmuls: bf16, fp16, fp8, fp32, nvfp4; or of weights alone, computed in 16 bits: "
+        "mxfp4, int4 (AWQ, GPTQ), int8; if not given the format of the published weights (quantization_config of "
+        "config.json, or the end of a name such as Qwen3-235B-A22B-FP8), otherwise bf16, and fp32 for generate",
+        "NAME",
+    )
+    kv_precision: str | None = option(
+        None,
+        "of the cache of keys and values: bf16, fp16, fp8, fp32, int8; if not given the format of "
+        "--precision, and 16 bits with --precision nvfp4, mxfp4, int4 or int8, or with the format of published "
+        "weights",
+        "NAME",
+    )
+    engine: str | None = option(
+        None,
+        "whose constants are taken, see docs/serving.md; if not given trtllm-1, and on a CPU that "
+        "`shardwright measure` has measured generate",
+        "NAME",
+    )
+    separate: bool = flag("also plan prefill and decode on separate accelerators")
+    draft_tokens: int = option(0, "speculative decoding: tokens that are drafted in each pass", "N")
+    acceptance: float | None = option(None, "share of drafted tokens that are accepted, 0 to 1", "X")
+    draft_cost: float = option(0.05, "time of drafting one token, as a share of a pass of the model", "X")
+    price: float | None = option(None, "of an accelerator for an hour: adds the cost of a million tokens", "X")
+    explain: str | None = option(
+        None, "instead of searching, show every formula for this layout, such as tp=4,batch=32", "LAYOUT"
+    )
+    hardware: Path | None = option(None, "your accelerators and clusters", "FILE.toml")
+    top: int = option(10, "how many of the best layouts to list", "N")
+    html: Path | None = option(None, "write one page with the Pareto curve", "FILE.html")
     json: AsJson = False
 
 
@@ -298,20 +269,20 @@ def _machine(options: PlanServeOptions, wrong: list[str]) -> "Cluster | None":
 
 
 def _wrong_precisions(precisions: dict[str, str], machine: "Cluster | None") -> list[str]:
-    """Return the problems of `precisions`, option -> precision."""
+    """Return the problems of `precisions`, name -> precision."""
     from shardwright.serving.formats import CACHE_BYTES, FORMATS, caches_on, weights_on
 
     wrong = []
-    for option, precision in precisions.items():
-        of_cache = option == "--kv-precision"
+    for name, precision in precisions.items():
+        of_cache = name == "--kv-precision"
         planned = CACHE_BYTES if of_cache else FORMATS
         if precision not in planned:
-            wrong.append(f"{option} {precision}: not one that is planned for; {nearest(precision, planned)}")
+            wrong.append(f"{name} {precision}: not one that is planned for; {nearest(precision, planned)}")
         elif machine is not None:
             has = (caches_on if of_cache else weights_on)(machine.accelerator)
             if precision not in has:
                 known = ", ".join(has)
-                wrong.append(f"{option} {precision}: {machine.accelerator.name} has no {precision}; it has {known}")
+                wrong.append(f"{name} {precision}: {machine.accelerator.name} has no {precision}; it has {known}")
     return wrong
 
 

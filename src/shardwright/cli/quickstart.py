@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from shardwright.cli.common import AsJson, print_json, print_text, verb
+from shardwright.cli.common import AsJson, option, print_json, print_text, verb
 from shardwright.config import RunConfig, load
 from shardwright.runs.folder import CHECKPOINTS, CURVES, METRICS, PAGE
 from shardwright.system.errors import DataError
@@ -85,10 +85,8 @@ class QuickstartPaths:
 
 @verb
 def quickstart(
-    out: Annotated[Path, typer.Option(help="folder for everything it makes; reused when it is there")] = Path(
-        "quickstart"
-    ),
-    steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = STEPS,
+    out: Path = option(Path("quickstart"), "folder for everything it makes; reused when it is there"),
+    steps: int = option(STEPS, "optimizer steps", min=1),
     json: AsJson = False,
 ) -> None:
     """Train a small model on real text found on this machine, and show what it learned.

@@ -2,11 +2,8 @@
 
 from json import dumps
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from shardwright.cli.common import AsJson, reading_verb, show
+from shardwright.cli.common import AsJson, argument, option, reading_verb, show
 from shardwright.cost.expert_load import KEY
 from shardwright.report.comparison_view import comparison_document, draw_losses
 from shardwright.report.curves import draw_curves
@@ -24,37 +21,23 @@ COMPARISON = "comparison.html"
 
 @reading_verb
 def report(
-    run_dirs: Annotated[
-        list[Path], typer.Argument(metavar="RUN_DIR...", help="the folder of a run, finished or going on, or several")
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.html", help="the page; if not given, RUN_DIR/report.html, or comparison.html for several runs"
-        ),
-    ] = None,
-    picture: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.png|svg",
-            help="the curves alone; if not given, RUN_DIR/curves.png; for several runs the name of the page with .png",
-        ),
-    ] = None,
-    timeline: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.svg|json",
-            help="the timeline of the pipeline alone, as a picture or for ui.perfetto.dev; "
-            "RUN_DIR/timeline.svg if not given",
-        ),
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.json",
-            help="the traces of all ranks that [profile] requested, merged into one file for ui.perfetto.dev",
-        ),
-    ] = None,
+    run_dirs: list[Path] = argument(..., "the folder of a run, finished or going on, or several", "RUN_DIR..."),
+    out: Path | None = option(
+        None, "the page; if not given, RUN_DIR/report.html, or comparison.html for several runs", "FILE.html"
+    ),
+    picture: Path | None = option(
+        None,
+        "the curves alone; if not given, RUN_DIR/curves.png; for several runs the name of the page with .png",
+        "FILE.png|svg",
+    ),
+    timeline: Path | None = option(
+        None,
+        "the timeline of the pipeline alone, as a picture or for ui.perfetto.dev; RUN_DIR/timeline.svg if not given",
+        "FILE.svg|json",
+    ),
+    trace: Path | None = option(
+        None, "the traces of all ranks that [profile] requested, merged into one file for ui.perfetto.dev", "FILE.json"
+    ),
     json: AsJson = False,
 ) -> None:
     """Show the results of a run: its numbers, its curves, and one HTML page.

@@ -4,11 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from shardwright.cli.common import AsJson, reading_verb, show, wrong_place, wrong_sizes
+from shardwright.cli.common import AsJson, option, reading_verb, show, wrong_place, wrong_sizes
 from shardwright.cli.schedule_view import schedule_view, schedules_view
 from shardwright.schedule.actions import Schedule
 from shardwright.schedule.build import build, compare
@@ -33,52 +30,33 @@ SORTS: dict[str, Callable[[Simulation, float], float | str]] = {
 class ScheduleOptions:
     """Arguments and options of `schedule`."""
 
-    name: Annotated[str | None, typer.Option("--schedule", metavar="NAME", help=", ".join(names()))] = None
-    pp: Annotated[int | None, typer.Option(metavar="P", help="ranks of the pipeline")] = None
-    microbatches: Annotated[int | None, typer.Option(metavar="M", help="micro-batches of a step")] = None
-    virtual_stages: Annotated[
-        int | None, typer.Option(metavar="V", help="stages of a rank, where the schedule leaves that open")
-    ] = None
-    times: Annotated[
-        str,
-        typer.Option(
-            metavar="F,I,W",
-            help="time of a stage's forward pass, of the gradient of its input, of the gradients of its weights, in "
-            "any one unit",
-        ),
-    ] = "1,1,1"
-    comm: Annotated[float, typer.Option(metavar="C", help="time of a message between ranks, in the same unit")] = 0.0
-    limit: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="auto only: the most that a rank may hold, in micro-batches in flight; 2 P if not given"
-        ),
-    ] = None
-    kept_for_weight: Annotated[
-        float,
-        typer.Option(
-            metavar="X",
-            help="memory of a micro-batch between its I and its W, as a share (0 to 1) of that of one in flight",
-        ),
-    ] = KEPT_FOR_WEIGHT
-    compare_all: Annotated[
-        bool, typer.Option("--compare", help="all schedules side by side; --times are then those of one stage a rank")
-    ] = False
-    sort: Annotated[
-        str | None,
-        typer.Option(metavar="COLUMN", help=f"with --compare, the rows in the order of: {', '.join(SORTS)}"),
-    ] = None
-    read: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.csv", help="a schedule from PyTorch's compute-only CSV, in place of --schedule"),
-    ] = None
-    csv: Annotated[
-        Path | None, typer.Option(metavar="FILE.csv", help="write the schedule as PyTorch's compute-only CSV")
-    ] = None
-    drawing: Annotated[
-        Path | None, typer.Option("--draw", metavar="FILE.svg|json", help="a picture; or a trace for ui.perfetto.dev")
-    ] = None
-    html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="write one page with the picture")] = None
+    name: str | None = option(None, ", ".join(names()), "NAME", name="--schedule")
+    pp: int | None = option(None, "ranks of the pipeline", "P")
+    microbatches: int | None = option(None, "micro-batches of a step", "M")
+    virtual_stages: int | None = option(None, "stages of a rank, where the schedule leaves that open", "V")
+    times: str = option(
+        "1,1,1",
+        "time of a stage's forward pass, of the gradient of its input, of the gradients of its weights, in "
+        "any one unit",
+        "F,I,W",
+    )
+    comm: float = option(0.0, "time of a message between ranks, in the same unit", "C")
+    limit: int | None = option(
+        None, "auto only: the most that a rank may hold, in micro-batches in flight; 2 P if not given", "N"
+    )
+    kept_for_weight: float = option(
+        KEPT_FOR_WEIGHT,
+        "memory of a micro-batch between its I and its W, as a share (0 to 1) of that of one in flight",
+        "X",
+    )
+    compare_all: bool = option(
+        False, "all schedules side by side; --times are then those of one stage a rank", name="--compare"
+    )
+    sort: str | None = option(None, f"with --compare, the rows in the order of: {', '.join(SORTS)}", "COLUMN")
+    read: Path | None = option(None, "a schedule from PyTorch's compute-only CSV, in place of --schedule", "FILE.csv")
+    csv: Path | None = option(None, "write the schedule as PyTorch's compute-only CSV", "FILE.csv")
+    drawing: Path | None = option(None, "a picture; or a trace for ui.perfetto.dev", "FILE.svg|json", name="--draw")
+    html: Path | None = option(None, "write one page with the picture", "FILE.html")
     json: AsJson = False
 
 

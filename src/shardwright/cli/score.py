@@ -2,7 +2,6 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -10,8 +9,12 @@ from shardwright.cli.common import (
     AsJson,
     Device,
     ModelArgument,
+    argument,
+    filled,
+    flag,
     json_records,
     layout_of,
+    option,
     reading_verb,
     show,
     wrong_device,
@@ -28,32 +31,23 @@ class ScoreOptions:
     """Arguments and options of `score`."""
 
     model: ModelArgument
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE.jsonl",
-            help='one object a line: {"text": "..."}, {"prompt": "...", "completion": "..."}, {"messages": [...]}, or '
-            '{"prompt_tokens": [...], "tokens": [...]}',
-        ),
-    ]
-    layout: Annotated[
-        str, typer.Option(metavar="KEY=VALUE,...", help="degrees of the layout to run on, such as tp=2,pp=2")
-    ] = ""
-    batch_size: Annotated[int, typer.Option(help="sequences that a replica of the model runs at once")] = 16
+    file: Path = argument(
+        ...,
+        'one object a line: {"text": "..."}, {"prompt": "...", "completion": "..."}, {"messages": [...]}, or '
+        '{"prompt_tokens": [...], "tokens": [...]}',
+        "FILE.jsonl",
+    )
+    layout: str = option("", "degrees of the layout to run on, such as tp=2,pp=2", "KEY=VALUE,...")
+    batch_size: int = option(16, "sequences that a replica of the model runs at once")
     device: Device = "auto"
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check",
-            help="compare the log-probabilities of the trainer's forward pass, score, and token-by-token generate",
-        ),
-    ] = False
+    check: bool = flag(
+        "compare the log-probabilities of the trainer's forward pass, score, and token-by-token generate"
+    )
     batch_invariant: BatchInvariant = False
     record_experts: RecordExperts = None
-    replay_experts: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.safetensors", help="give each token the experts of a file of --record-experts"),
-    ] = None
+    replay_experts: Path | None = option(
+        None, "give each token the experts of a file of --record-experts", "FILE.safetensors"
+    )
     json: AsJson = False
 
 
@@ -89,16 +83,7 @@ def score(options: ScoreOptions) -> None:
     problems += unread
     if problems:
         raise InputError(*problems)
-    request = TextScoreRequest(
-        options.model,
-        records,
-        layout,
-        options.batch_size,
-        options.device,
-        options.batch_invariant,
-        options.record_experts,
-        options.replay_experts,
-    )
+    request = filled(TextScoreRequest, options, records=records, layout=layout)
     try:
         compared = compare_texts(request) if options.check else None
         scores = None if options.check else score_texts(request)

@@ -4,15 +4,18 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from shardwright.cli.common import (
     AsJson,
     Overrides,
+    argument,
     error_console,
     fail,
+    filled,
+    option,
     print_text,
     reading_verb,
     show,
@@ -29,27 +32,22 @@ if TYPE_CHECKING:
 class SweepOptions:
     """Arguments and options of `sweep`."""
 
-    run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="the run file")]
-    grid: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=V,V,...", help="a key of the run file with its values; may be repeated, for all combinations"
-        ),
-    ] = None
-    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="for the runs, a folder each")] = None
+    run: Path = argument(..., "the run file", "RUN.toml")
+    grid: list[str] | None = option(
+        None, "a key of the run file with its values; may be repeated, for all combinations", "KEY=V,V,..."
+    )
+    out: Path | None = option(None, "for the runs, a folder each", "FOLDER")
     overrides: Overrides = None
-    show_only: Annotated[
-        bool, typer.Option("--show", help="start nothing; show the results of the runs that ended")
-    ] = False
-    on: Annotated[str | None, typer.Option(metavar="slurm", help="start nothing; write an array job of Slurm")] = None
-    per_node: Annotated[int, typer.Option(metavar="N", help="with --on: most ranks of a machine, such as its GPUs")] = 8
-    cpus: Annotated[int, typer.Option(metavar="N", help="with --on: cores of a rank")] = 8
-    time: Annotated[str, typer.Option(metavar="HH:MM:SS", help="with --on: longest time of one run")] = "24:00:00"
-    activate: Annotated[
-        str, typer.Option(metavar="COMMAND", help="with --on: a shell line that makes shardwright available")
-    ] = "source .venv/bin/activate"
-    draw: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="write the picture")] = None
-    html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="write a page with table and picture")] = None
+    show_only: bool = option(False, "start nothing; show the results of the runs that ended", name="--show")
+    on: str | None = option(None, "start nothing; write an array job of Slurm", "slurm")
+    per_node: int = option(8, "with --on: most ranks of a machine, such as its GPUs", "N")
+    cpus: int = option(8, "with --on: cores of a rank", "N")
+    time: str = option("24:00:00", "with --on: longest time of one run", "HH:MM:SS")
+    activate: str = option(
+        "source .venv/bin/activate", "with --on: a shell line that makes shardwright available", "COMMAND"
+    )
+    draw: Path | None = option(None, "write the picture", "FILE.svg")
+    html: Path | None = option(None, "write a page with table and picture", "FILE.html")
     json: AsJson = False
 
 
@@ -138,24 +136,10 @@ def _write_array(runs: "Sequence[SweepRun]", options: SweepOptions, out: Path) -
         )
     folder, job_file = out / "points", out / "sweep.sbatch"
     per_node = ranks_of_node(sizes[0], options.per_node)
-    job = LaunchJob(
-        name="sweep",
-        nodes=sizes[0] // per_node,
-        per_node=per_node,
-        gpus=runs[0].config.device != "cpu",
-        run_file=str(folder.absolute()),
-        overrides=(),
-        cpus=options.cpus,
-        time=options.time,
-        grace_s=600,
-        max_restarts=0,
-        activate=options.activate,
-        image=None,
-        claim=None,
-        mount="/runs",
-        accelerator=None,
-        array=len(runs),
-    )
+    job = filled(
+        LaunchJob, options, name="sweep", nodes=sizes[0] // per_node, per_node=per_node, array=len(runs),
+        gpus=runs[0].config.device != "cpu", run_file=str(folder.absolute()), overrides=(), grace_s=600, max_restarts=0,
+    )  # fmt: skip
     if problems := list(job_problems(job, sizes[0], str(next(iter(layouts))))):
         raise InputError(*problems)
     folder.mkdir(parents=True, exist_ok=True)

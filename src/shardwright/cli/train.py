@@ -4,11 +4,22 @@ import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from shardwright.cli.common import AsJson, Overrides, console, error_console, print_json, print_text, progress, verb
+from shardwright.cli.common import (
+    AsJson,
+    Overrides,
+    argument,
+    console,
+    error_console,
+    flag,
+    option,
+    print_json,
+    print_text,
+    progress,
+    verb,
+)
 from shardwright.config import RunConfig, load
 from shardwright.config.reference import keys
 from shardwright.system.errors import InputError
@@ -17,34 +28,22 @@ from shardwright.system.units import GiB, format_bytes
 
 @partial(verb, extends=True, hears_signals=True)
 def train(
-    run_file: Annotated[Path | None, typer.Argument(help="the run file, TOML; see examples/")] = None,
+    run_file: Path | None = argument(None, "the run file, TOML; see examples/"),
     overrides: Overrides = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="go on from the last good checkpoint of this run, as --set checkpoint.resume=auto does; from that of "
-            "another run: --set checkpoint.resume=PATH",
-        ),
-    ] = False,
-    max_restarts: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="after a rank was killed, failed or hung, start the ranks again from the newest whole checkpoint, so "
-            "many times in all; for ranks that are started here",
-        ),
-    ] = 0,
-    dryrun_first: Annotated[
-        bool,
-        typer.Option(
-            "--dryrun-first",
-            help="before the ranks start, run the fullest of them dry, and refuse a run that does not fit its memory",
-        ),
-    ] = False,
-    list_keys: Annotated[
-        bool, typer.Option("--keys", help="list every key a run file can have, with its default, and leave")
-    ] = False,
+    resume: bool = flag(
+        "go on from the last good checkpoint of this run, as --set checkpoint.resume=auto does; from that of "
+        "another run: --set checkpoint.resume=PATH"
+    ),
+    max_restarts: int = option(
+        0,
+        "after a rank was killed, failed or hung, start the ranks again from the newest whole checkpoint, so "
+        "many times in all; for ranks that are started here",
+        min=0,
+    ),
+    dryrun_first: bool = flag(
+        "before the ranks start, run the fullest of them dry, and refuse a run that does not fit its memory"
+    ),
+    list_keys: bool = option(False, "list every key a run file can have, with its default, and leave", name="--keys"),
     json: AsJson = False,
 ) -> None:
     """Train a model as a run file says.

@@ -4,15 +4,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from shardwright.cli.common import (
     AsJson,
     Overrides,
+    argument,
     console,
     error_console,
+    filled,
+    flag,
+    option,
     print_text,
     progress,
     reading_verb,
@@ -40,86 +44,60 @@ DAY_S = 24 * 3600.0
 class VerifyOptions(FromOptions):
     """Arguments and options of `verify`."""
 
-    run_file: Annotated[Path | None, typer.Argument(help="the run file, TOML; see examples/")] = None
+    run_file: Path | None = argument(None, "the run file, TOML; see examples/")
     overrides: Overrides = None
-    against: Annotated[
-        str, typer.Option("--against", help="single: one process in plain PyTorch; for a second layout see --set-b")
-    ] = "single"
-    overrides_b: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set-b",
-            metavar="KEY=VALUE",
-            help="compare with a second layout instead: the run file with these changes (of layout.* and "
-            "batch.micro_batch) on top of those of --set; may be repeated",
-        ),
-    ] = None
-    steps: Annotated[int, typer.Option(min=1, help="optimizer steps to take")] = 3
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="float64, float32, or bfloat16 or float16 (matmuls in it, weights and sums in float32); float64 tells "
-            "a bug from rounding best"
-        ),
-    ] = "float64"
-    matrix: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            max=64,
-            help="every valid layout of N ranks for this model, instead of the run file's own; with --trainer, every "
-            "way to distribute N ranks over its axes",
-        ),
-    ] = None
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="write one page with the errors of each layer and step")
-    ] = None
-    full: Annotated[
-        bool, typer.Option("--full", help="the true sizes of model and batch, not reduced to test size")
-    ] = False
-    evaluate: Annotated[
-        bool, typer.Option("--evaluate/--no-evaluate", help="compare the loss of an evaluation between two steps, too")
-    ] = True
-    compile: Annotated[
-        bool, typer.Option("--compile", help="compile the layout's blocks and loss, as precision.compile does")
-    ] = False
-    lr_schedule: Annotated[
-        bool,
-        typer.Option(
-            "--lr-schedule",
-            help="learning rates of the run file's [lr_schedule], shortened from its steps to --steps; by default lr, "
-            "lr / 2 and 3/4 lr in turn",
-        ),
-    ] = False
-    timeout_s: Annotated[
-        float | None,
-        typer.Option(
-            "--timeout",
-            min=1,
-            max=7 * DAY_S,
-            help="seconds a layout may take; if not given, 300, and with --full a day",
-        ),
-    ] = None
-    trainer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TRAINER.py|NAME",
-            help="verify the class Trainer of this file, which is executed, instead of a layout; or the adapter of a "
-            "released system, such as accelerate. --set changes model.*, batch.*, seed, the trainer's axes and its "
-            "options; see docs/verify-trainers.md",
-        ),
-    ] = None
-    world: Annotated[
-        int | None, typer.Option(metavar="N", min=1, max=64, help="with --trainer: the number of ranks; 4 if not given")
-    ] = None
-    reference: Annotated[
-        str | None,
-        typer.Option(
-            metavar="REFERENCE.py",
-            help="with --trainer: the class Trainer that runs in one process; if not given, the class of --trainer",
-        ),
-    ] = None
+    against: str = option("single", "single: one process in plain PyTorch; for a second layout see --set-b")
+    overrides_b: list[str] | None = option(
+        None,
+        "compare with a second layout instead: the run file with these changes (of layout.* and "
+        "batch.micro_batch) on top of those of --set; may be repeated",
+        "KEY=VALUE",
+        name="--set-b",
+    )
+    steps: int = option(3, "optimizer steps to take", min=1)
+    dtype: str = option(
+        "float64",
+        "float64, float32, or bfloat16 or float16 (matmuls in it, weights and sums in float32); float64 tells "
+        "a bug from rounding best",
+    )
+    matrix: int | None = option(
+        None,
+        "every valid layout of N ranks for this model, instead of the run file's own; with --trainer, every "
+        "way to distribute N ranks over its axes",
+        "N",
+        min=1,
+        max=64,
+    )
+    html: Path | None = option(None, "write one page with the errors of each layer and step", "FILE.html")
+    full: bool = flag("the true sizes of model and batch, not reduced to test size")
+    evaluate: bool = option(
+        True, "compare the loss of an evaluation between two steps, too", name="--evaluate/--no-evaluate"
+    )
+    compile: bool = flag("compile the layout's blocks and loss, as precision.compile does")
+    lr_schedule: bool = flag(
+        "learning rates of the run file's [lr_schedule], shortened from its steps to --steps; by default lr, "
+        "lr / 2 and 3/4 lr in turn"
+    )
+    timeout_s: float | None = option(
+        None,
+        "seconds a layout may take; if not given, 300, and with --full a day",
+        name="--timeout",
+        min=1,
+        max=7 * DAY_S,
+    )
+    trainer: str | None = option(
+        None,
+        "verify the class Trainer of this file, which is executed, instead of a layout; or the adapter of a "
+        "released system, such as accelerate. --set changes model.*, batch.*, seed, the trainer's axes and its "
+        "options; see docs/verify-trainers.md",
+        "TRAINER.py|NAME",
+    )
+    world: int | None = option(None, "with --trainer: the number of ranks; 4 if not given", "N", min=1, max=64)
+    reference: str | None = option(
+        None,
+        "with --trainer: the class Trainer that runs in one process; if not given, the class of --trainer",
+        "REFERENCE.py",
+    )
     json: AsJson = False
 
 
@@ -324,17 +302,8 @@ def _trainer(trainer: str, options: VerifyOptions) -> None:
     from shardwright.verification.view import batch_sizes
 
     _check_options_of_trainer(options)
-    job = TrainerJob(
-        trainer,
-        options.matrix or options.world or 4,
-        options.overrides or [],
-        options.reference,
-        options.run_file,
-        options.full,
-        options.steps,
-        options.dtype,
-        options.timeout_s or TIMEOUT_S,
-    )
+    timeout_s, n_ranks = options.timeout_s or TIMEOUT_S, options.matrix or options.world or 4
+    job = filled(TrainerJob, options, world_size=n_ranks, overrides=options.overrides or [], timeout_s=timeout_s)
     if options.matrix is None:
         with error_console.status("starting") as status:
             report = job.report(status.update)

@@ -3,20 +3,28 @@
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Group
 from rich.live import Live
 
-from shardwright.cli.common import AsJson, console, error_console, print_text, reading_verb, show
+from shardwright.cli.common import (
+    AsJson,
+    argument,
+    console,
+    error_console,
+    flag,
+    option,
+    print_text,
+    reading_verb,
+    show,
+)
 from shardwright.cli.followed import SHOWN_LINES, FollowedRun, NewRecords
 from shardwright.cli.watch_view import state_in_words, watch_document
 from shardwright.runs.folder import RUN_NAMES
 from shardwright.runs.records import as_record
 from shardwright.system.errors import InputError
-from shardwright.system.files import LOCK
-from shardwright.system.processes import interrupt_is_handled
+from shardwright.system.owner import LOCK
+from shardwright.system.signals import interrupt_is_handled
 from shardwright.training.run_log import line
 from shardwright.view.terminal import renderables
 
@@ -27,9 +35,9 @@ START_S = 60.0
 
 @reading_verb
 def watch(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="the folder of a run, finished or going on")],
-    once: Annotated[bool, typer.Option("--once", help="print the page as it is now, and leave")] = False,
-    every: Annotated[float, typer.Option(metavar="SECONDS", help="seconds between two looks at the folder")] = 2.0,
+    run_dir: Path = argument(..., "the folder of a run, finished or going on", "RUN_DIR"),
+    once: bool = flag("print the page as it is now, and leave"),
+    every: float = option(2.0, "seconds between two looks at the folder", "SECONDS"),
     json: AsJson = False,
 ) -> None:
     """Show a run while it trains: loss, speed, memory, ranks, checkpoints and events.

@@ -1,10 +1,20 @@
 """The section [faults] of the run file: the handling of spikes, nonfinite numbers, hangs and differing replicas."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shardwright.config.sections import NotNegative, Positive, RunFileSection
+from shardwright.config.checkpoint import CheckpointSection
+from shardwright.config.precision import PrecisionSection
+from shardwright.config.sections import (
+    DataSection,
+    NotNegative,
+    Positive,
+    RunFileSection,
+)
+from shardwright.layout.keys import ERROR_FEEDBACK
+from shardwright.layout.layout import Layout
 
 SPIKE_WINDOW = 128
 """Number of previous steps whose losses and gradient norms are the reference for spike detection."""
@@ -64,3 +74,63 @@ class FaultsSection(RunFileSection):
         "the same shard of, and before each checkpoint; a difference, which a faulty device or memory makes, ends the "
         "run; 0: none",
     )
+
+
+_SIGMA: float = FaultsSection.model_fields["spike_sigma"].default
+
+
+def fault_problems(
+    faults: FaultsSection,
+    layout: Layout | None,
+    data: DataSection | None,
+    checkpoint: CheckpointSection | None,
+    precision: PrecisionSection | None,
+) -> Iterator[str]:
+    spike = faults.spike
+    if faults.recheck:
+        yield from _recheck_problems(spike, layout, precision)
+    if layout and faults.min_ranks is not None and faults.min_ranks > layout.world_size:
+        yield (
+            f"faults.min_ranks={faults.min_ranks} is more than the {layout.world_size} ranks of the layout; valid: "
+            f"1 to {layout.world_size}"
+        )
+    if spike == "off" and "spike_sigma" in faults.model_fields_set and faults.spike_sigma != _SIGMA:
+        yield (
+            f"faults.spike_sigma={faults.spike_sigma:g} with faults.spike='off' is not used; leave it out, or set "
+            f"faults.spike to 'skip', 'rollback' or 'stop'"
+        )
+    if spike == "skip" and layout and layout.compress_gradients in ERROR_FEEDBACK:
+        yield (
+            f"faults.spike='skip' with layout.compress_gradients={layout.compress_gradients!r}: the part of "
+            f"a gradient that is not sent is added to the next one, also after a spike; set faults.spike='rollback' or "
+            f"'stop', or compress_gradients='bf16'"
+        )
+    if spike == "rollback" and checkpoint and not checkpoint.every:
+        yield (
+            "faults.spike='rollback' needs checkpoints to go back to, and checkpoint.every=0 saves none before the "
+            "end; set checkpoint.every, or faults.spike='skip'"
+        )
+    if spike == "rollback" and data and data.stages:
+        yield (
+            "faults.spike='rollback' with data.stages: a stage begins with a sample that is counted from the start of "
+            "the run, and samples that are left out would move it; set faults.spike='skip'"
+        )
+
+
+def _recheck_problems(spike: OnSpike, layout: Layout | None, precision: PrecisionSection | None) -> Iterator[str]:
+    if spike == "off":
+        yield (
+            "faults.recheck=true with faults.spike='off': no step is judged, so none is run again; set faults.spike "
+            "to 'skip', 'rollback' or 'stop', or leave faults.recheck out"
+        )
+    if layout and layout.compress_gradients in ERROR_FEEDBACK:
+        yield (
+            f"faults.recheck=true with layout.compress_gradients={layout.compress_gradients!r}: the second try "
+            f"would add the part of the gradients that the first try has not sent; set compress_gradients='bf16', "
+            f"or leave faults.recheck out"
+        )
+    if precision and precision.compute == "fp16":
+        yield (
+            "faults.recheck=true with precision.compute='fp16': gradients that are not finite are left to the loss "
+            "scale there, which skips the step; set precision.compute='bf16', or leave faults.recheck out"
+        )

@@ -4,20 +4,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Field,
-)
+from pydantic import Field
 
 from shardwright.config.average import AverageSection, average_problems
 from shardwright.config.batch import BatchSection, data_problems, stage_problems
-from shardwright.config.faults import FaultsSection, OnSpike
+from shardwright.config.checkpoint import CheckpointSection, checkpoint_problems
+from shardwright.config.faults import FaultsSection, fault_problems
 from shardwright.config.metrics import MetricsSection, ProfileSection, profile_problems
 from shardwright.config.mixture import mixture_problems
 from shardwright.config.optimizer import OptimizerSection
 from shardwright.config.precision import PrecisionSection
 from shardwright.config.sections import (
     PATH,
-    CheckpointSection,
     DataSection,
     EvaluationSection,
     InitSection,
@@ -163,10 +161,9 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
     if (init := valid.get("init")) and init.optimizer and init.weights is None:
         found.append("init.optimizer=true goes with init.weights, the checkpoint whose moments it takes; give that too")
     if checkpoint := valid.get("checkpoint"):
-        found += [*_durable_problems(checkpoint), *_local_problems(checkpoint)]
-        found += _saving_problems(checkpoint, layout) if layout else []
+        found += checkpoint_problems(checkpoint, layout)
     faults = valid.get("faults") or FaultsSection()
-    found += _fault_problems(faults, layout, data, valid.get("checkpoint"), valid.get("precision"))
+    found += fault_problems(faults, layout, data, valid.get("checkpoint"), valid.get("precision"))
     if average := valid.get("average"):
         found += average_problems(average, valid.get("steps"))
     if metrics := valid.get("metrics"):
@@ -276,112 +273,6 @@ def _graph_problems(layout: Layout, precision: PrecisionSection, data: DataSecti
     missing = [name for name, holds in needed.items() if not holds]
     if missing:
         yield f"precision.cuda_graphs=true needs {', '.join(missing)}; set that, or leave precision.cuda_graphs out"
-
-
-def _saving_problems(checkpoint: CheckpointSection, layout: Layout) -> Iterator[str]:
-    if checkpoint.async_mode != "disabled" and layout.offload_optimizer == "disk":
-        yield (
-            f"checkpoint.async_mode={checkpoint.async_mode!r} copies the optimizer's states to memory, and "
-            f"layout.offload_optimizer='disk' keeps them on a disk because memory is short; set async_mode='disabled', "
-            f"or offload_optimizer to 'cpu' or 'none'"
-        )
-    if checkpoint.local is not None and layout.offload_optimizer == "disk":
-        yield (
-            f"checkpoint.local={checkpoint.local!r} copies the optimizer's states to memory, and "
-            f"layout.offload_optimizer='disk' keeps them on a disk because memory is short; leave local out, or set "
-            f"offload_optimizer to 'cpu' or 'none'"
-        )
-
-
-def _local_problems(checkpoint: CheckpointSection) -> Iterator[str]:
-    local, every = checkpoint.local, checkpoint.local_every
-    if local is None and every:
-        yield f"checkpoint.local_every={every} is of checkpoints in checkpoint.local; set that to a folder of each host"
-    elif local is not None and not every:
-        yield f"checkpoint.local={local!r} is for checkpoints every local_every steps; set checkpoint.local_every, too"
-    elif local is not None and REMOTE in local:
-        yield f"checkpoint.local={local!r} is a URL; it is a folder of each host: checkpoint.durable takes URLs"
-    elif every and checkpoint.every and every % checkpoint.every == 0:
-        yield (
-            f"checkpoint.local_every={every} is a multiple of checkpoint.every={checkpoint.every}, and a step that is "
-            f"saved to OUT is not saved locally, too; save locally more often than to OUT"
-        )
-
-
-def _durable_problems(checkpoint: CheckpointSection) -> Iterator[str]:
-    every, durable_every = checkpoint.every, checkpoint.durable_every
-    if checkpoint.durable is None:
-        for name, value in (("durable_every", durable_every), ("durable_keep_last", checkpoint.durable_keep_last)):
-            if value:
-                yield f"checkpoint.{name}={value} is of the copies in checkpoint.durable; set that to a folder or a URL"
-    elif durable_every and (not every or durable_every % every):
-        why = (
-            f"no multiple of checkpoint.every={every}" if every else "and checkpoint.every=0 saves none before the end"
-        )
-        yield (
-            f"checkpoint.durable_every={durable_every} is {why}, and only a checkpoint that is saved can be copied; "
-            f"valid: a multiple of checkpoint.every, or 0 for the last one alone"
-        )
-
-
-def _fault_problems(
-    faults: FaultsSection,
-    layout: Layout | None,
-    data: DataSection | None,
-    checkpoint: CheckpointSection | None,
-    precision: PrecisionSection | None,
-) -> Iterator[str]:
-    spike = faults.spike
-    if faults.recheck:
-        yield from _recheck_problems(spike, layout, precision)
-    if layout and faults.min_ranks is not None and faults.min_ranks > layout.world_size:
-        yield (
-            f"faults.min_ranks={faults.min_ranks} is more than the {layout.world_size} ranks of the layout; valid: "
-            f"1 to {layout.world_size}"
-        )
-    if spike == "off" and "spike_sigma" in faults.model_fields_set and faults.spike_sigma != _SIGMA:
-        yield (
-            f"faults.spike_sigma={faults.spike_sigma:g} with faults.spike='off' is not used; leave it out, or set "
-            f"faults.spike to 'skip', 'rollback' or 'stop'"
-        )
-    if spike == "skip" and layout and layout.compress_gradients in ERROR_FEEDBACK:
-        yield (
-            f"faults.spike='skip' with layout.compress_gradients={layout.compress_gradients!r}: the part of "
-            f"a gradient that is not sent is added to the next one, also after a spike; set faults.spike='rollback' or "
-            f"'stop', or compress_gradients='bf16'"
-        )
-    if spike == "rollback" and checkpoint and not checkpoint.every:
-        yield (
-            "faults.spike='rollback' needs checkpoints to go back to, and checkpoint.every=0 saves none before the "
-            "end; set checkpoint.every, or faults.spike='skip'"
-        )
-    if spike == "rollback" and data and data.stages:
-        yield (
-            "faults.spike='rollback' with data.stages: a stage begins with a sample that is counted from the start of "
-            "the run, and samples that are left out would move it; set faults.spike='skip'"
-        )
-
-
-def _recheck_problems(spike: OnSpike, layout: Layout | None, precision: PrecisionSection | None) -> Iterator[str]:
-    if spike == "off":
-        yield (
-            "faults.recheck=true with faults.spike='off': no step is judged, so none is run again; set faults.spike "
-            "to 'skip', 'rollback' or 'stop', or leave faults.recheck out"
-        )
-    if layout and layout.compress_gradients in ERROR_FEEDBACK:
-        yield (
-            f"faults.recheck=true with layout.compress_gradients={layout.compress_gradients!r}: the second try "
-            f"would add the part of the gradients that the first try has not sent; set compress_gradients='bf16', "
-            f"or leave faults.recheck out"
-        )
-    if precision and precision.compute == "fp16":
-        yield (
-            "faults.recheck=true with precision.compute='fp16': gradients that are not finite are left to the loss "
-            "scale there, which skips the step; set precision.compute='bf16', or leave faults.recheck out"
-        )
-
-
-_SIGMA: float = FaultsSection.model_fields["spike_sigma"].default
 
 
 def _document_problems(data: DataSection, spec: ModelSpec | None) -> Iterator[str]:

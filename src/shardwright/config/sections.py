@@ -22,8 +22,9 @@ from shardwright.layout.keys import KEYS as LAYOUT_KEYS
 from shardwright.layout.layout import Layout
 from shardwright.model.lora_sizes import BaseType, LoraSpec
 from shardwright.model.presets import resolve
+from shardwright.model.saved import TABLES, differences, spec_as_json
 from shardwright.model.sections import Described, RopeScaling, descriptions
-from shardwright.model.spec import TABLES, ModelSpec, differences, spec_as_json
+from shardwright.model.spec import ModelSpec
 from shardwright.runs.folder import MODEL_FILE, RUN_FILE
 from shardwright.system import extensions
 from shardwright.system.errors import ConfigError
@@ -361,53 +362,6 @@ class ScheduleSection(RunFileSection):
     warmup_steps: NotNegative = Field(0, description="steps of linear rise from zero")
     decay_steps: NotNegative = Field(0, description="wsd only: steps of linear fall at the end")
     final_fraction: Fraction = Field(0.1, description="final learning rate, as a fraction of the peak")
-
-
-class CheckpointSection(RunFileSection):
-    """When checkpoints are saved, and whether a run resumes from one."""
-
-    every: NotNegative = Field(0, description="steps between checkpoints; 0: only at the end and when stopped")
-    keep_last: Positive = Field(2, description="older checkpoints are deleted once a newer one is published")
-    resume: str = Field(
-        "no",
-        json_schema_extra=PATH,
-        description="no: start anew, refuse a folder that holds a run; auto: go on from the last good checkpoint "
-        "if there is one; or the path of a checkpoint, of this or another run",
-    )
-    async_mode: Literal["disabled", "async"] = Field(
-        "disabled",
-        description="async: steps wait only until their states are copied to memory of the host, kept for that, and a "
-        "thread of each rank writes the copy beside them; disabled: steps wait until the checkpoint is published",
-    )
-    on_error: Literal["stop", "continue"] = Field(
-        "stop",
-        description="what a run does when a checkpoint cannot be written: stop, or continue with a message and an "
-        "event; the last checkpoint of a run always has to be written",
-    )
-    retries: Annotated[int, Field(ge=0, le=10)] = Field(
-        2, description="times that a rank tries again to write or copy its shards, after 1 s, 2 s, 4 s and so on"
-    )
-    local: Annotated[str, Field(min_length=1)] | None = Field(
-        None,
-        json_schema_extra=PATH,
-        description="a folder of each host (its disk, or /dev/shm) for checkpoints every local_every steps, written "
-        "beside training; every rank's shards are on its own host and on the next, so that a lost host loses none",
-    )
-    local_every: NotNegative = Field(0, description="steps between checkpoints in local")
-    durable: Annotated[str, Field(min_length=1)] | None = Field(
-        None,
-        json_schema_extra=PATH,
-        description="a second place for checkpoints, a folder or a URL of fsspec (s3://BUCKET/FOLDER, gs://, ...), to "
-        "which they are copied beside training; a run that finds no newer one in OUT resumes from there",
-    )
-    durable_every: NotNegative = Field(
-        0,
-        description="steps between checkpoints that are copied to durable, a multiple of every; 0: only the last one, "
-        "at the end and when stopped",
-    )
-    durable_keep_last: NotNegative = Field(
-        0, description="older copies are deleted once a newer one is complete; 0: all are kept"
-    )
 
 
 class InitSection(RunFileSection):

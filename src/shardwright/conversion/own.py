@@ -21,7 +21,7 @@ from shardwright.conversion.state import (
 from shardwright.hugging_face.files import said_shortly
 from shardwright.hugging_face.writer import TensorToWrite
 from shardwright.model.modules import row_of, rows
-from shardwright.model.spec import differences, spec_as_json
+from shardwright.model.saved import differences, spec_as_json
 from shardwright.runs.folder import CHECKPOINTS, RUN_FILE, published
 from shardwright.system.errors import CheckpointError
 from shardwright.system.units import in_groups

@@ -30,7 +30,8 @@ from shardwright.data.sources import HUB, Document, EncodingErrors, Meter, docum
 from shardwright.data.token_manifest import MANIFEST, TOKENIZER, DataManifest, UnfinishedPrepare
 from shardwright.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe
 from shardwright.system.errors import DataError
-from shardwright.system.files import LOCK, new_folder, real_path, write_whole
+from shardwright.system.files import new_folder, real_path, write_whole
+from shardwright.system.owner import LOCK
 from shardwright.system.remote import REMOTE
 from shardwright.system.units import MiB, counted
 from shardwright.system.version import PACKAGE_VERSION

@@ -14,7 +14,7 @@ from shardwright.data.chat import TEMPLATE, ChatFormat
 from shardwright.data.token_manifest import MANIFEST, TOKENIZER, DataManifest
 from shardwright.data.tokenizer import TextTokenizer
 from shardwright.system.errors import DataError, without_secrets
-from shardwright.system.files import LOCK, sole_owner
+from shardwright.system.owner import LOCK, sole_owner
 
 _OURS = re.compile(
     rf"(train|validation)-\d+\.(bin|idx|trained|sums)|\..*\.tmp|{TOKENIZER}|{TEMPLATE}|{re.escape(LOCK)}"

@@ -5,16 +5,15 @@ import shlex
 from collections.abc import Sequence
 from math import inf, log
 from pathlib import Path
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import urlencode
 
 from markupsafe import Markup
 
 from shardwright.explore.page import templates
 from shardwright.explore.pictures import KeyEntry, PagePicture
-from shardwright.explore.state import LONGEST, MOST_KEYS, SERVE_FIELDS, longest
+from shardwright.explore.state import LONGEST, SERVE_FIELDS, read_query
 from shardwright.model.presets import PRESETS
 from shardwright.serving.search import ServingOption, ServingPlan
-from shardwright.system.errors import nearest
 from shardwright.system.units import format_seconds
 from shardwright.view.document import Picture, VerbDocument
 
@@ -24,20 +23,8 @@ MOST_DOTS = 1500
 
 def serving_values(query: str) -> tuple[dict[str, str], list[str]]:
     """Return the fields of a query string, and its problems."""
-    known = tuple(SERVE_FIELDS)
     problems: list[str] = []
-    values: dict[str, str] = {}
-    try:
-        given = parse_qsl(query, max_num_fields=MOST_KEYS, errors="replace")
-    except ValueError:
-        return {}, [f"the address has more than {MOST_KEYS} keys; leave some out"]
-    for key, text in given:
-        if key not in known:
-            problems.append(f"{key[:LONGEST]}: there is no such key; {nearest(key[:LONGEST], known)}")
-        elif len(text) > (most := longest(key)):
-            problems.append(f"{key}: at most {most:,} characters are possible")
-        elif text.strip():
-            values[key] = text.strip()
+    values = read_query(query, tuple(SERVE_FIELDS), problems)
     model = values.get("model", "")
     if Path(model).suffix in (".json", ".toml") or model.startswith(("/", ".", "~")) or os.path.isdir(model):
         problems.append(f"model={model[:LONGEST]}: a page reads no file; name a preset, or give sizes")
@@ -67,7 +54,7 @@ def served_html(plan: ServingPlan, found: VerbDocument) -> str:
 def curve(plan: ServingPlan) -> PagePicture:
     """Return tokens/s of an accelerator over tokens/s of a user, on logarithmic axes, with the limits of the task."""
     task, step = plan.task, -(-len(plan.options) // MOST_DOTS)
-    users, each = zip(*((1 / one.tpot_s, one.per_accelerator()) for one in plan.options), strict=True)
+    users, each = zip(*((1 / one.tpot_s, one.per_accelerator) for one in plan.options), strict=True)
     limit = 1 / task.tpot_s if task.tpot_s < inf else users[0]
     low, high = min(*users, limit) / 1.15, max(*users, limit) * 1.15
     bottom, top = min(each) / 1.15, max(each) * 1.15
@@ -79,11 +66,11 @@ def curve(plan: ServingPlan) -> PagePicture:
         return 1000 * (1 - log(value / bottom) / log(top / bottom))
 
     def dots(options: Sequence[ServingOption], kind: str) -> Markup:
-        d = "".join(f"M{x(1 / one.tpot_s):.0f} {y(one.per_accelerator()):.0f}h0" for one in options)
+        d = "".join(f"M{x(1 / one.tpot_s):.0f} {y(one.per_accelerator):.0f}h0" for one in options)
         return Markup('<path class="dots {}" d="{}"/>').format(kind, d)
 
     late = [one for one in plan.options if one.ttft_s > task.ttft_s]
-    front = "L".join(f"{x(1 / one.tpot_s):.0f} {y(one.per_accelerator()):.0f}" for one in plan.pareto)
+    front = "L".join(f"{x(1 / one.tpot_s):.0f} {y(one.per_accelerator):.0f}" for one in plan.pareto)
     inner = dots([one for one in plan.options if one.ttft_s <= task.ttft_s][::step], "") + dots(late[::step], "late")
     inner += Markup('<path class="front" d="M{}"/>').format(front)
     key = [KeyEntry("quiet", "layouts and batches", ""), KeyEntry("curve", "none has more of both", "")]

@@ -123,7 +123,7 @@ def parse(query: str, hardware: Path | None = None) -> ParsedState:
     Never raises an error for the text: every problem is in the result.
     """
     problems: list[str] = []
-    values = _values(query, problems)
+    values = read_query(query, (*JOB_DEFAULTS, *LAYOUT_KEYS, PIN), problems)
     pin = values.pop(PIN, "")
     job = goal = choice = None
     margin = _number(values, "memory_margin", problems, low=0.0, below=1.0)
@@ -224,9 +224,8 @@ def _differs(key: str, text: str) -> bool:
     return float(text) != float(default) if key == "memory_margin" else text != default
 
 
-def _values(query: str, problems: list[str]) -> dict[str, str]:
+def read_query(query: str, known: Sequence[str], problems: list[str]) -> dict[str, str]:
     """Return the given texts by key, without empty ones. Adds unknown and repeated keys to `problems`."""
-    known = (*JOB_DEFAULTS, *LAYOUT_KEYS, PIN)
     try:
         given = parse_qsl(query, max_num_fields=MOST_KEYS, encoding="utf-8", errors="replace")
     except ValueError:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwright.hugging_face.rope import read_rope, rope_fraction, write_rope
-from shardwright.model.spec import TABLES, ModelSpec, differences
+from shardwright.model.saved import TABLES, differences
+from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import ConfigError, nearest
 
 Config = dict[str, Any]

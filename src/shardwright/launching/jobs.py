@@ -43,16 +43,16 @@ class LaunchJob:
     per_node: int
     gpus: bool
     run_file: str
-    overrides: tuple[str, ...]
     cpus: int
     time: str
     grace_s: int
     max_restarts: int
     activate: str
-    image: str | None
-    claim: str | None
-    mount: str
-    accelerator: str | None
+    overrides: tuple[str, ...] = ()
+    image: str | None = None
+    claim: str | None = None
+    mount: str = "/runs"
+    accelerator: str | None = None
     array: int = 0
 
     @property

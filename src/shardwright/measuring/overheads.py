@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardwright.config import parse
-from shardwright.measuring.clock import Kind, worst
+from shardwright.measuring.clock import Kind, MeasuringClock, worst
 from shardwright.measuring.points import Overheads
 from shardwright.measuring.steps import MeasuredSteps, run_file, run_steps, selected
 from shardwright.model.rotary import rotary_table
@@ -97,6 +97,7 @@ def update_seconds(device: str, clock: Kind) -> list[tuple[int, float]]:
     """Return (parameters, seconds to clip their gradients and update them) of two models, on a single rank."""
     found = []
     where = selected(device)
+    time_of = MeasuringClock(where, clock)
     for width in UPDATED_WIDTHS[where.type]:
         sizes = {
             "n_layers": 2,
@@ -114,16 +115,10 @@ def update_seconds(device: str, clock: Kind) -> list[tuple[int, float]]:
         for _ in range(7):
             for parameter in model.named_parameters.values():
                 parameter.grad = torch.ones_like(parameter)
-            begin = _now(clock, device)
+            begin = time_of.now()
             trainer.update(1e-4)
-            seconds.append(_now(clock, device) - begin)
+            seconds.append(time_of.now() - begin)
         found.append((config.spec().n_parameters, statistics.median(seconds)))
         del trainer, model
         gc.collect()
     return found
-
-
-def _now(clock: Kind, device: str) -> float:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-    return time.process_time() / torch.get_num_threads() if clock == "cpu" else time.perf_counter()

@@ -6,7 +6,8 @@ from dataclasses import MISSING, Field, fields, replace
 from typing import Any, get_args, get_origin
 
 from shardwright.model.lora_sizes import LoraSpec
-from shardwright.model.spec import TABLES, ModelSpec
+from shardwright.model.saved import TABLES
+from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import ConfigError, nearest
 
 NEEDED = ("n_layers", "d_model", "n_heads", "d_ffn", "vocab_size")

@@ -22,7 +22,8 @@ import re
 from datetime import UTC, datetime
 from pathlib import Path
 
-from shardwright.system.files import LOCK, inside, open_regular, problem_of_place, real_path
+from shardwright.system.files import inside, open_regular, problem_of_place, real_path
+from shardwright.system.owner import LOCK
 
 RUN_FILE, METRICS, CHECKPOINTS, LOGS, TENSORBOARD = "run.toml", "metrics.jsonl", "checkpoints", "logs", "tensorboard"
 EVENTS = "events.jsonl"

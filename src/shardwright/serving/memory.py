@@ -41,6 +41,12 @@ class ServingMemory:
     token: Floats
     cache: Floats
 
+    def of_layout(self, at: int) -> tuple[float, float, float, float]:
+        """Return the four numbers of layout number `at`."""
+        each = self.weights, self.working, self.token, self.cache
+        weights, working, token, cache = (float(np.ravel(a)[at if np.size(a) > 1 else 0]) for a in each)
+        return weights, working, token, cache
+
 
 def memory(serving: Serving, settings: Settings, engine: ServingEngine, length: float) -> ServingMemory:
     """Return the memory of a rank, as an engine divides it; `length`: the cached tokens of a request."""

@@ -152,28 +152,24 @@ class ServingOption:
     tpot_s: float
     tokens_per_s: float
 
+    @property
     def per_accelerator(self) -> float:
         """Return output tokens per second of one accelerator."""
         return self.tokens_per_s / (self.layout.degrees.size * self.layout.replicas)
 
 
 @dataclass(frozen=True)
-class SimulatedOption:
-    """The simulation of one instance of an option. `tokens_per_s`: of the cluster."""
+class SimulatedServing:
+    """A simulation. `served`: the latencies of its requests; `tokens_per_s`, `accelerators`: of the cluster."""
 
-    option: ServingOption
     served: ServedTimes
     tokens_per_s: float
-
-    @property
-    def layout(self) -> ServingLayout:
-        """Return the option's layout."""
-        return self.option.layout
+    accelerators: int
 
     @property
     def per_accelerator(self) -> float:
         """Return output tokens per second of one accelerator."""
-        return self.tokens_per_s / (self.layout.degrees.size * self.layout.replicas)
+        return self.tokens_per_s / self.accelerators
 
     def ttft_s(self, percentile: float = 50) -> float:
         """Return a percentile of the seconds to the first token."""
@@ -183,14 +179,32 @@ class SimulatedOption:
         """Return a percentile of the seconds of a further token; 0 if each request has one token only."""
         return self.served.further_s(percentile)
 
+    def keeps(self, task: ServingTask) -> bool:
+        """Return whether `PERCENTILE` of 100 requests keep the limits, and as many are served as arrive. If fewer are,
+        each request waits longer than the request before it: the last tenth of the requests 7 times as long as the
+        first quarter."""
+        limited = self.ttft_s(PERCENTILE) <= task.ttft_s and self.tpot_s(PERCENTILE) <= task.tpot_s
+        if task.rate_per_s is None or not limited:
+            return limited
+        ttft = self.served.ttft_s
+        return bool(np.median(ttft[-(len(ttft) // 10) :]) <= 3 * np.median(ttft[: len(ttft) // 4]))
+
+
+@dataclass(frozen=True)
+class SimulatedOption(SimulatedServing):
+    """The simulation of one instance of an option."""
+
+    option: ServingOption
+
+    @property
+    def layout(self) -> ServingLayout:
+        """Return the option's layout."""
+        return self.option.layout
+
     @property
     def per_user(self) -> float:
         """Return the tokens per second that one user sees."""
         return 1 / self.tpot_s() if self.tpot_s() else 0.0
-
-    def keeps(self, task: ServingTask) -> bool:
-        """Return whether `PERCENTILE` of 100 requests keep the limits."""
-        return keeps_limits(task, self.served)
 
     def cost_per_million(self, task: ServingTask) -> float | None:
         """Return the price of a million output tokens."""
@@ -280,8 +294,8 @@ def pareto(options: Sequence[ServingOption]) -> list[ServingOption]:
     """Return the options that no other beats both in tokens/s of an accelerator and of a user, fastest for a user
     first."""
     found: list[ServingOption] = []
-    for each in sorted(options, key=lambda option: (option.tpot_s, -option.per_accelerator())):
-        if not found or each.per_accelerator() > found[-1].per_accelerator():
+    for each in sorted(options, key=lambda option: (option.tpot_s, -option.per_accelerator)):
+        if not found or each.per_accelerator > found[-1].per_accelerator:
             found.append(each)
     return found
 
@@ -298,25 +312,10 @@ def _simulated(
         table = tables.setdefault(option.layout.degrees, pass_table(task, option.layout.degrees))
         room = token_room[option.layout] * option.layout.degrees.dp
         found = simulate(task, option, table, room)
-        (good if found.keeps(task) and keeps_up(task, found.served) else bad).append(found)
+        (good if found.keeps(task) else bad).append(found)
     good.sort(key=lambda each: each.tpot_s() if task.rate_per_s else -each.per_accelerator)
     first = {each.layout: each for each in reversed(good)}
     return [each for each in good if first[each.layout] is each][:top], bad
-
-
-def keeps_limits(task: ServingTask, served: ServedTimes) -> bool:
-    """Return whether `PERCENTILE` of 100 requests keep the limits."""
-    return served.first_s(PERCENTILE) <= task.ttft_s and served.further_s(PERCENTILE) <= task.tpot_s
-
-
-def keeps_up(task: ServingTask, served: ServedTimes) -> bool:
-    """Return whether an instance serves as many requests per second as arrive. If not, each waits longer than the
-    request before it: the last tenth of the requests 7 times as long as the first quarter."""
-    if task.rate_per_s is None:
-        return True
-    ttft = served.ttft_s
-    first, last = np.median(ttft[: len(ttft) // 4]), np.median(ttft[-(len(ttft) // 10) :])
-    return bool(last <= 3 * first)
 
 
 def _promising(task: ServingTask, options: Sequence[ServingOption]) -> list[ServingOption]:
@@ -342,7 +341,7 @@ def _order(task: ServingTask, option: ServingOption) -> tuple[float, ...]:
     """Return the sort key of an option: more tokens per second first; at a given rate, which fixes them, less TPOT."""
     if task.rate_per_s is not None:
         return (option.tpot_s, option.ttft_s)
-    return (-option.per_accelerator(), option.tpot_s)
+    return (-option.per_accelerator, option.tpot_s)
 
 
 def keeps(task: ServingTask, option: ServingOption) -> bool:
@@ -377,7 +376,7 @@ def simulate(task: ServingTask, option: ServingOption, table: PassTable, cache_t
         n = LEAST_REQUESTS + 4 * option.batch
         served = run(table, limits, poisson(arriving, [task.input_len] * n, [task.output_len] * n))
         rate = served.tokens_per_s
-    return SimulatedOption(option, served, rate * option.layout.replicas)
+    return SimulatedOption(served, rate * option.layout.replicas, task.serving.cluster.size, option)
 
 
 def smaller_need(task: ServingTask) -> Iterator[str]:

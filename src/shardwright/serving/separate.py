@@ -21,9 +21,8 @@ from shardwright.serving.search import (
     LEAST_REQUESTS,
     ServingLayout,
     ServingTask,
+    SimulatedServing,
     batches,
-    keeps_limits,
-    keeps_up,
     pass_table,
 )
 from shardwright.serving.setting import Degrees, PassBatch, Settings
@@ -59,27 +58,13 @@ class PrefillDecodeSplit:
 
 
 @dataclass(frozen=True)
-class SimulatedSplit:
-    """The simulation of a split. `requests`: concurrent requests, None if they arrive at a rate. `tokens_per_s`,
-    `accelerators`: of the cluster."""
+class SimulatedSplit(SimulatedServing):
+    """The simulation of a split. The time to the first token: wait for prefill, prefill, wait for a place, transfer.
+    `requests`: concurrent requests, None if they arrive at a rate."""
 
     split: PrefillDecodeSplit
     crossed: PoolTimes
     requests: int | None
-    tokens_per_s: float
-    accelerators: int
-
-    def per_accelerator(self) -> float:
-        """Return output tokens per second of one accelerator."""
-        return self.tokens_per_s / self.accelerators
-
-    def ttft_s(self, percentile: float = 50) -> float:
-        """Return a percentile of the time to the first token: wait for prefill, prefill, wait for a place, transfer."""
-        return self.crossed.served.first_s(percentile)
-
-    def tpot_s(self, percentile: float = 50) -> float:
-        """Return a percentile of the seconds of a further token."""
-        return self.crossed.served.further_s(percentile)
 
 
 def separate(task: ServingTask, every: Sequence[ServingLayout]) -> SimulatedSplit | None:
@@ -97,7 +82,7 @@ def _best_load(task: ServingTask, split: PrefillDecodeSplit) -> SimulatedSplit |
     for part in (1.0,) if fixed else LOADS:
         users = None if task.rate_per_s is not None else task.concurrency or split.under_way(task, part * split.per_s)
         found = simulated(task, split, users)
-        if keeps_limits(task, found.crossed.served) and keeps_up(task, found.crossed.served):
+        if found.keeps(task):
             return found
     return None
 
@@ -117,7 +102,7 @@ def simulated(task: ServingTask, split: PrefillDecodeSplit, users: int | None) -
             readers, writers, poisson(task.rate_per_s, [task.input_len] * n, [task.output_len] * n), None, latency_s
         )
         rate = crossed.served.tokens_per_s
-    return SimulatedSplit(split, crossed, users, rate, task.serving.cluster.size)
+    return SimulatedSplit(crossed.served, rate, task.serving.cluster.size, split, crossed, users)
 
 
 def _loop(task: ServingTask, split: PrefillDecodeSplit, users: int, rounds: int) -> list[ServingRequest]:

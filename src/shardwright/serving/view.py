@@ -87,18 +87,9 @@ def task_notes(task: ServingTask, name: str, n_settings: int) -> Iterator[Note]:
     yield Note(f"{asked}{limited}; {n_settings:,} settings priced")
 
 
-def _memory(plan: ServingPlan, at: int) -> tuple[float, float, float, float]:
-    """Return the bytes of weights, working memory, a token and the cache on a rank of one layout."""
-    memory, n = plan.memory, len(plan.layouts)
-    weights, working, token, cache = (
-        float(np.broadcast_to(each, n)[at]) for each in (memory.weights, memory.working, memory.token, memory.cache)
-    )
-    return weights, working, token, cache
-
-
 def _best(plan: ServingPlan, best: SimulatedOption) -> Iterator[Part]:
     task, at = plan.task, plan.layouts.index(best.layout)
-    weights, working, token, cache = _memory(plan, at)
+    weights, working, token, cache = plan.memory.of_layout(at)
     yield Section(f"best: {best.layout}, at most {best.option.batch:,} requests in each instance")
     each = f"{best.per_accelerator:,.0f} of each accelerator, {best.per_user:,.1f} of each user"
     if not task.serving.on_host:
@@ -174,14 +165,14 @@ def _pareto(plan: ServingPlan) -> Iterator[Part]:
     step = max(1, -(-len(plan.pareto) // POINTS))
     yield Table(
         (*speeds, Column("batch", COUNT), Column("layout")),
-        [(1 / each.tpot_s, each.per_accelerator(), each.batch, each.layout) for each in plan.pareto[::step]],
+        [(1 / each.tpot_s, each.per_accelerator, each.batch, each.layout) for each in plan.pareto[::step]],
     )
 
 
 def _nothing_fits(plan: ServingPlan, remedies: Sequence[str]) -> Iterator[Note]:
     """Yield the memory that the weights need, and the changes that would make them fit."""
     least = int(np.argmin(plan.memory.weights + plan.memory.working))
-    weights, working, token, _ = _memory(plan, least)
+    weights, working, token, _ = plan.memory.of_layout(least)
     needed = (
         f"{plan.layouts[least]} needs least, {format_bytes(weights)} of weights + {format_bytes(working)} of working "
         f"memory + {format_bytes(token * plan.task.length)} for one request, of {usable(plan.task)}"
@@ -230,7 +221,7 @@ def _separate(plan: ServingPlan, apart: SimulatedSplit | None) -> Iterator[Part]
         return
     split, crossed, together = apart.split, apart.crossed, ""
     if plan.best:
-        share = apart.per_accelerator() / plan.best[0].per_accelerator - 1
+        share = apart.per_accelerator / plan.best[0].per_accelerator - 1
         together = f", {share:+.0%} against the best layout above"
     under_way = f"; {apart.requests:,} requests at a time" if apart.requests is not None else ""
     queued, moved = (format_seconds(float(each.mean())) for each in (crossed.queued_s, crossed.transfer_s))
@@ -245,7 +236,7 @@ def _separate(plan: ServingPlan, apart: SimulatedSplit | None) -> Iterator[Part]
             Fact(
                 "tokens/s",
                 f"{apart.tokens_per_s:,.0f}",
-                f"{apart.per_accelerator():,.0f} of each accelerator{together}",
+                f"{apart.per_accelerator:,.0f} of each accelerator{together}",
             ),
             *_latencies(crossed.served, plan.task.serving),
             Fact(
@@ -288,9 +279,9 @@ def pareto_svg(plan: ServingPlan) -> str:
 
 
 def _points(ax: "Axes", options: list[ServingOption], pareto: list[ServingOption]) -> None:
-    users, each = zip(*((1 / option.tpot_s, option.per_accelerator()) for option in options), strict=True)
+    users, each = zip(*((1 / option.tpot_s, option.per_accelerator) for option in options), strict=True)
     ax.scatter(users, each, s=5, color=COLOURS["grid"], label="layouts and batches", zorder=1)
-    line = [(1 / option.tpot_s, option.per_accelerator()) for option in pareto]
+    line = [(1 / option.tpot_s, option.per_accelerator) for option in pareto]
     ax.plot(*zip(*line, strict=True), color=COLOURS["curve"], marker="o", markersize=3, label="none has more of both")
     step = max(1, len(pareto) // NAMED)
     for option, place in list(zip(pareto, line, strict=True))[::step]:

@@ -4,8 +4,6 @@ from collections.abc import Iterator, Sequence
 from math import inf
 from typing import Any
 
-import numpy as np
-
 from shardwright.serving.interval import FIRST, FURTHER, RATE, interval
 from shardwright.serving.search import (
     PERCENTILE,
@@ -14,6 +12,7 @@ from shardwright.serving.search import (
     ServingPlan,
     ServingTask,
     SimulatedOption,
+    SimulatedServing,
     excess,
     keeps,
 )
@@ -43,7 +42,7 @@ def reasons(plan: ServingPlan) -> Iterator[tuple[ServingLayout, ServingOption | 
         elif layout in late:
             found.append((0.5, layout, option, _late(plan.task, late[layout])))
         elif chosen is not None:
-            found.append((option.per_accelerator(), layout, option, _slower(plan.task, option, chosen)))
+            found.append((option.per_accelerator, layout, option, _slower(plan.task, option, chosen)))
     for _, layout, best, why in sorted(found, key=lambda each: -each[0]):
         yield layout, best, why
 
@@ -51,7 +50,7 @@ def reasons(plan: ServingPlan) -> Iterator[tuple[ServingLayout, ServingOption | 
 def _best_of(task: ServingTask, options: list[ServingOption]) -> tuple[ServingOption, bool]:
     kept = [each for each in options if keeps(task, each)]
     if kept:
-        return max(kept, key=lambda each: (each.per_accelerator(), -each.tpot_s)), True
+        return max(kept, key=lambda each: (each.per_accelerator, -each.tpot_s)), True
     return min(options, key=lambda each: excess(task, each)), False
 
 
@@ -63,10 +62,7 @@ def usable(task: ServingTask) -> str:
 
 
 def _too_large(plan: ServingPlan, at: int) -> str:
-    weights, working, token = (
-        float(np.broadcast_to(each, len(plan.layouts))[at])
-        for each in (plan.memory.weights, plan.memory.working, plan.memory.token)
-    )
+    weights, working, token, _ = plan.memory.of_layout(at)
     if weights + working > plan.task.usable_bytes:
         return f"weights {format_bytes(weights)} + {format_bytes(working)} of {usable(plan.task)}"
     return f"no room for one request: {format_bytes(token * plan.task.length)} of cache beside the weights"
@@ -93,7 +89,7 @@ def _late(task: ServingTask, found: SimulatedOption) -> str:
 
 
 def _slower(task: ServingTask, option: ServingOption, chosen: SimulatedOption) -> str:
-    each, best = option.per_accelerator(), chosen.option.per_accelerator()
+    each, best = option.per_accelerator, chosen.option.per_accelerator
     share = each / best - 1
     batch = option.batch * option.layout.replicas, chosen.option.batch * chosen.layout.replicas
     users = "as many users" if batch[0] == batch[1] else f"{batch[0]:,} users, not {batch[1]:,}"
@@ -141,25 +137,29 @@ def _option_document(option: ServingOption) -> dict[str, Any]:
         "ttft_s": option.ttft_s,
         "tpot_s": option.tpot_s,
         "tokens_per_s": option.tokens_per_s,
-        "tokens_per_s_per_accelerator": option.per_accelerator(),
+        "tokens_per_s_per_accelerator": option.per_accelerator,
         "tokens_per_s_per_user": 1 / option.tpot_s,
     }
 
 
 def found_document(task: ServingTask, found: SimulatedOption) -> dict[str, Any]:
     """Return a simulated option as JSON."""
-    percentiles = (50, 90, 95, 99)
     return {
         "layout": _layout_document(found.layout),
         "batch": found.option.batch,
         "tokens_per_s": found.tokens_per_s,
         "tokens_per_s_per_accelerator": found.per_accelerator,
         "tokens_per_s_per_user": found.per_user,
-        "ttft_s": {f"p{each}": found.ttft_s(each) for each in percentiles},
-        "tpot_s": {f"p{each}": found.tpot_s(each) for each in percentiles},
+        **_latencies(found),
         "interval": None if task.serving.on_host else _intervals(found),
         "cost_per_million_tokens": found.cost_per_million(task),
     }
+
+
+def _latencies(found: SimulatedServing) -> dict[str, dict[str, float]]:
+    """Return percentiles of the time to the first token and of the time of a further token."""
+    values = {"ttft_s": found.ttft_s, "tpot_s": found.tpot_s}
+    return {name: {f"p{each}": value(each) for each in (50, 90, 95, 99)} for name, value in values.items()}
 
 
 def _intervals(found: SimulatedOption) -> dict[str, tuple[float, float]]:
@@ -172,16 +172,15 @@ def _intervals(found: SimulatedOption) -> dict[str, tuple[float, float]]:
 
 
 def _separate_document(apart: SimulatedSplit) -> dict[str, Any]:
-    split, percentiles = apart.split, (50, 90, 95, 99)
+    split = apart.split
     return {
         "prefill": split.prefill._asdict(),
         "decode": split.decode._asdict(),
         **{name: getattr(split, name) for name in ("readers", "writers", "batch")},
         "requests": apart.requests,
-        "ttft_s": {f"p{each}": apart.ttft_s(each) for each in percentiles},
-        "tpot_s": {f"p{each}": apart.tpot_s(each) for each in percentiles},
+        **_latencies(apart),
         "queued_s": float(apart.crossed.queued_s.mean()),
         "transfer_s": float(apart.crossed.transfer_s.mean()),
         "tokens_per_s": apart.tokens_per_s,
-        "tokens_per_s_per_accelerator": apart.per_accelerator(),
+        "tokens_per_s_per_accelerator": apart.per_accelerator,
     }

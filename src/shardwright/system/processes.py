@@ -12,39 +12,31 @@ import queue
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from importlib.machinery import ExtensionFileLoader
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from shardwright.system import extensions
-from shardwright.system.console import leave_dead_terminal
 from shardwright.system.control_groups import memory_limit
 from shardwright.system.errors import FullError, ShardwrightError, WorkerError, system_limit
+from shardwright.system.signals import STOPPING
 from shardwright.system.units import GiB, format_bytes
 
 _POLL_S = 0.25  # interval between checks of processes that send no message
 _LAST_WORDS_S = 1.0  # wait for the report of the failed rank after other ranks lost their connection to it
 _OTHER_WORDS_S = 0.2  # wait for reports of other ranks, which may have failed before the rank that reported first
 _STACKS_S = 2.0  # time that hung ranks have to write their stacks
-_LONGEST_IMPORT_S = 5.0
-_AGAIN_S = 1.0
 PROCESS_BYTES = 0.3 * GiB
 """Memory of a rank without a model, in bytes: Python, PyTorch and its libraries."""
 STACKS_SHOWN = 8
 """Number of hung ranks whose stacks are shown; the other ranks mostly wait at the same places."""
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-"""Signals that ask a run to end: Ctrl-C, the end of a job's time, the loss of the terminal, Ctrl-\\, and the signal
-that `sbatch --signal=USR1` sends before the end of a job's time."""
 _LOST_PEER = (
     "connection closed",
     "connection reset",
@@ -198,95 +190,6 @@ def bind_to_loopback(environment: MutableMapping[str, str]) -> None:
             environment.setdefault(variable, names[0])
 
 
-@contextmanager
-def on_signals(handler: Callable[[int, FrameType | None], None], *, last: bool = False) -> Iterator[None]:
-    """Call `handler` for the signals in STOPPING during the block, except for SIGHUP if it is ignored (nohup).
-
-    `last`: the process ends soon after the block. SIGUSR1, which only asks for a stop, is then ignored until the end.
-    """
-
-    def hear(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
-            leave_dead_terminal()
-        handler(number, frame)
-
-    heard = [each for each in STOPPING if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
-    before = {number: signal.signal(number, hear) for number in heard}
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, signal.SIG_IGN if last and number == signal.SIGUSR1 else earlier)
-
-
-_signal_s: float | None = None
-"""When the first signal that is not handled yet came; None if there is none."""
-
-
-@contextmanager
-def interrupts(*, last: bool = False) -> Iterator[None]:
-    """Raise KeyboardInterrupt for the signals in STOPPING during the block. `last`: as in `on_signals`.
-
-    C code may ignore an error of the Python code that it calls: PyTorch imports numpy, and continues without it. So a
-    signal while an extension module is imported is raised when that import has ended
-    (`raise_postponed_interrupt`), or `_LONGEST_IMPORT_S` later, or at the second signal, and is raised again every
-    `_AGAIN_S` until the block is left or `interrupt_is_handled` is called, except during the cleanup that it has
-    caused.
-    """
-    before = signal.getsignal(signal.SIGALRM)
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        global _signal_s
-        if number == signal.SIGALRM and _signal_s is None:  # it was on its way when the signal was handled
-            return
-        again, now_s = _signal_s is not None, time.monotonic()
-        if _signal_s is None:
-            _signal_s = now_s
-            signal.signal(signal.SIGALRM, interrupt)
-        importing = _loads_extension(frame) and now_s - _signal_s < _LONGEST_IMPORT_S
-        signal.setitimer(signal.ITIMER_REAL, _POLL_S if importing else _AGAIN_S)
-        cleaning = again and _handles_interrupt(sys.exc_info()[1])
-        if not (importing or cleaning) or (again and number != signal.SIGALRM):
-            raise KeyboardInterrupt
-
-    with on_signals(interrupt, last=last):
-        try:
-            yield
-        finally:
-            interrupt_is_handled()
-            if signal.getsignal(signal.SIGALRM) is interrupt:
-                signal.signal(signal.SIGALRM, before)
-
-
-def interrupt_is_handled() -> None:
-    """Raise the signals of `interrupts` that have come until now no more. A verb that ends normally at Ctrl-C calls it
-    before its last work, so that this is not interrupted again."""
-    global _signal_s
-    if _signal_s is not None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        _signal_s = None
-
-
-def raise_postponed_interrupt() -> None:
-    """Raise KeyboardInterrupt if a signal of `interrupts` has waited for the end of an import."""
-    if _signal_s is not None:
-        raise KeyboardInterrupt
-
-
-def _handles_interrupt(error: BaseException | None) -> bool:
-    """Return whether an error that is being handled is a KeyboardInterrupt, or came up while one was handled."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__context__
-    return error is not None
-
-
-def _loads_extension(frame: FrameType | None) -> bool:
-    """Return whether a frame runs below the initialisation of an extension module in C."""
-    while frame is not None and not isinstance(frame.f_locals.get("self"), ExtensionFileLoader):
-        frame = frame.f_back
-    return frame is not None
-
-
 def formatted(error: BaseException) -> str:
     """Return the traceback of an error as Python prints it."""
     return "".join(traceback.format_exception(error)).rstrip()
@@ -302,28 +205,6 @@ def in_one_sentence(error: BaseException) -> ShardwrightError | None:
         place = traceback.extract_tb(error.__traceback__)[-1]
         return WorkerError(f"the command was ended by SystemExit({error.code!r}) at {place.filename}:{place.lineno}")
     return None
-
-
-@contextmanager
-def leaving_is_failure() -> Iterator[None]:
-    """Let `os._exit(0)` end this process with the exit code of a failure and one line on stderr, in any thread of the
-    block: an extension would otherwise end a run as if it were complete. Forked processes may exit."""
-    leave, process = os._exit, os.getpid()
-
-    def fail(code: int) -> NoReturn:
-        if code == 0 and os.getpid() == process:
-            place = traceback.extract_stack()[-2]
-            text = f"error: the command was ended by os._exit(0) at {place.filename}:{place.lineno}\n"
-            with suppress(OSError):
-                os.write(2, text.encode(errors="backslashreplace"))
-            code = WorkerError.exit_code
-        leave(code)
-
-    os._exit = fail  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        os._exit = leave
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import TypeAdapter
 
@@ -26,11 +26,9 @@ from shardwright.system.files import inside, open_regular, read_bytes, write_who
 from shardwright.system.processes import ranks_in_words
 
 RANKS = "ranks"
-PHASES_SEEN = (
-    "start", "agreement", "data", "forward_backward", "optimizer", "log", "evaluation", "checkpoint",
-)  # fmt: skip
-"""Phases of a run. `agreement`: agree on whether a signal asked to stop; `log`: read values back from the device."""
 Phase = Literal["start", "agreement", "data", "forward_backward", "optimizer", "log", "evaluation", "checkpoint"]
+"""Phases of a run. `agreement`: agree on whether a signal asked to stop; `log`: read values back from the device."""
+PHASES_SEEN: tuple[Phase, ...] = get_args(Phase)
 FIRST_LIMIT_S = 600.0
 """Time limit of a phase that has not been timed yet, in seconds: compilation, first batch, first checkpoint."""
 TIMES_LARGEST = 5.0

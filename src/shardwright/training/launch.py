@@ -21,6 +21,7 @@ from shardwright.system.files import open_regular, parse_json
 from shardwright.system.forks import Descriptor, fork
 from shardwright.system.processes import Worker
 from shardwright.system.ranks_at import RanksWatch
+from shardwright.system.signals import on_signals
 from shardwright.system.units import KiB
 from shardwright.training.ranks import STORE, SUPERVISED
 from shardwright.training.resilience.restarts import Restarts
@@ -45,7 +46,7 @@ def launch(config: RunConfig, log_dir: Path, quiet: bool = False, max_restarts: 
     Rank 0 writes to this terminal; stderr of every rank goes to LOG_DIR/rank-N.log. If a rank fails, the others are
     ended and its error is raised: InputError as such, any other as WorkerError. Up to `max_restarts` times, a
     WorkerError or CopiesError instead restarts the ranks from the newest complete checkpoint. Signals of
-    `processes.STOPPING` are forwarded to the workers, which finish the step and save. KeyboardInterrupt is raised if
+    `signals.STOPPING` are forwarded to the workers, which finish the step and save. KeyboardInterrupt is raised if
     there is nothing to save yet, and by a second SIGINT.
     """
     out = Path(config.out)
@@ -194,5 +195,5 @@ def _forward_signals(workers: list[Worker]) -> Iterator[_EndSignal]:
             if worker.exit_code() is None:
                 os.kill(worker.pid, number)
 
-    with processes.on_signals(forward, last=True):
+    with on_signals(forward, last=True):
         yield asked

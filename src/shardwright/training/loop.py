@@ -26,7 +26,7 @@ from torch import Tensor
 from shardwright.config import RunConfig
 from shardwright.data.batches import Batches
 from shardwright.runs.records import Record
-from shardwright.system.processes import on_signals
+from shardwright.system.signals import on_signals
 from shardwright.training.clock import Phases
 from shardwright.training.hooks import Due, Hook, RunStart, TakenStep, due_after
 from shardwright.training.schedule import learning_rate
@@ -162,7 +162,7 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator["StopRequest"]:
-        """Handle the signals of `processes.STOPPING` inside the `with` block: the first asks for a stop, a second
+        """Handle the signals of `signals.STOPPING` inside the `with` block: the first asks for a stop, a second
         SIGINT raises KeyboardInterrupt at once.
 
         Under torchrun, one Ctrl-C arrives twice, from the terminal and from torchrun. Both count as one.

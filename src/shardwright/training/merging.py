@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwright.data.tokenizer import tokenizer_difference
-from shardwright.model.spec import differences
+from shardwright.model.saved import differences
 from shardwright.runs.folder import CHECKPOINTS, published
 from shardwright.system.errors import CheckpointError, InputError
 from shardwright.system.units import counted

@@ -13,7 +13,8 @@ from shardwright.config.mixture import sources_of
 from shardwright.data.token_manifest import MANIFEST, DataManifest
 from shardwright.runs.folder import LOGS
 from shardwright.system.errors import DataError
-from shardwright.system.files import problem_of_owner, read_bytes, write_whole
+from shardwright.system.files import read_bytes, write_whole
+from shardwright.system.owner import problem_of_owner
 
 POLL_S = 0.2
 MOST_RESTARTS = 3

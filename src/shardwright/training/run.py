@@ -10,7 +10,8 @@ import torch
 from shardwright.config import RunConfig
 from shardwright.runs.folder import RUN_FILE
 from shardwright.system.errors import DataError, cleaning_up
-from shardwright.system.files import sole_owner, write_whole
+from shardwright.system.files import write_whole
+from shardwright.system.owner import sole_owner
 from shardwright.system.units import counted
 from shardwright.training.base_weights import base_record, fill_base
 from shardwright.training.build import build_model, build_trainer

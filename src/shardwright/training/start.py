@@ -33,7 +33,8 @@ from shardwright.system.errors import (
     SpikeError,
     WorkerError,
 )
-from shardwright.system.files import problem_of_owner, real_path
+from shardwright.system.files import real_path
+from shardwright.system.owner import problem_of_owner
 from shardwright.system.processes import PROCESS_BYTES, formatted, in_one_sentence, is_lost_peer, machine_memory
 from shardwright.system.remote import REMOTE
 from shardwright.system.units import format_bytes, format_count

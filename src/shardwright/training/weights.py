@@ -21,7 +21,8 @@ from shardwright.model.init import Box, whole
 from shardwright.model.lora_sizes import LoraSpec
 from shardwright.model.modules import row_of, rows
 from shardwright.model.quantised import fill_box
-from shardwright.model.spec import ModelSpec, with_defaults
+from shardwright.model.saved import with_defaults
+from shardwright.model.spec import ModelSpec
 from shardwright.parallel.boxes import overlap
 from shardwright.runs.folder import CHECKPOINTS, RUN_FILE, published
 from shardwright.system.errors import CheckpointError, DamagedError, InputError

@@ -13,7 +13,8 @@ from typing import Any
 from shardwright.system.console import LossyStream
 from shardwright.system.errors import ShardwrightError
 from shardwright.system.forks import Descriptor
-from shardwright.system.processes import STOPPING, ParentConnection
+from shardwright.system.processes import ParentConnection
+from shardwright.system.signals import STOPPING
 
 
 def serve(

@@ -32,7 +32,7 @@ from shardwright.system.errors import CheckpointError
 from shardwright.system.remote import file_system
 from shardwright.training.checkpoint.background import BackgroundThread
 from shardwright.training.checkpoint.manifest import FILE_NAME as MANIFEST
-from shardwright.training.checkpoint.store import CheckpointStore
+from shardwright.training.checkpoint.store import CheckpointStore, not_kept
 
 _CHUNK_BYTES = 2**24
 _COPIED = "copied"
@@ -124,7 +124,7 @@ class DurableFolder:
         with self._told(self.url_of(step)):
             self._system.rm(self._at(step, _COPIED), recursive=True)
         before = [each for each in self.steps() if each < step and self.is_complete(each)]
-        for old in before[: len(before) + 1 - self.keep_last] if self.keep_last else []:
+        for old in not_kept(before, self.keep_last) if self.keep_last else ():
             with self._told(self.url_of(old)):
                 self._system.rm_file(self._at(old, MANIFEST))  # first: a partly deleted copy must not count as complete
                 self._system.rm(self._at(old), recursive=True)

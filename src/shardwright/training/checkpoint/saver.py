@@ -28,7 +28,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from shardwright.model.spec import spec_as_json
+from shardwright.model.saved import spec_as_json
 from shardwright.runs.folder import RUN_FILE, now
 from shardwright.runs.records import CheckpointRecord
 from shardwright.system.errors import CheckpointError, system_limit

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwright.model.lora_sizes import LoraSpec
 from shardwright.model.modules import parameter_of
-from shardwright.model.spec import spec_as_json, with_defaults
+from shardwright.model.saved import spec_as_json, with_defaults
 from shardwright.parallel.objects import gathered
 from shardwright.system.errors import CheckpointError, DamagedError, WorkerError
 from shardwright.system.processes import formatted

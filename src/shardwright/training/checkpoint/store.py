@@ -1,19 +1,27 @@
 """The folder of a run's checkpoints: listing, publishing and deleting checkpoints, and checking disk space."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from shardwright.runs.folder import checkpoint_name, published, step_of
 from shardwright.system.errors import CheckpointError
 from shardwright.system.files import clear_leftover, publish_folder, remove
 from shardwright.system.units import format_bytes
 
+T = TypeVar("T")
 _PARTIAL = ".partial"
 WRITTEN = "written"
 """Subfolder of a checkpoint in progress that shows rank 0 which ranks are done (`shards`)."""
 _REPLACED = f".replaced{_PARTIAL}"
 _DELETED = f".deleted{_PARTIAL}"
 _SLACK = 1.02  # factor for headers and the manifest, in addition to the tensors
+
+
+def not_kept(before: Sequence[T], keep_last: int) -> Sequence[T]:
+    """Return the complete checkpoints `before` a new one that are deleted so that `keep_last` are left."""
+    return before[: max(0, len(before) + 1 - keep_last)]
 
 
 class CheckpointStore:
@@ -60,7 +68,7 @@ class CheckpointStore:
         """
         published = self.published()
         here = published.index(self.path_of(step))
-        for path in (*published[: max(0, here + 1 - self.keep_last)], *published[here + 1 :]):
+        for path in (*not_kept(published[:here], self.keep_last), *published[here + 1 :]):
             if step_of(path) != self._kept_step:
                 # Rename first: a process killed during deletion leaves no folder with the name of a complete
                 # checkpoint.

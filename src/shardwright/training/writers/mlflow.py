@@ -11,7 +11,8 @@ from typing import Any
 from shardwright.config import RunConfig
 from shardwright.runs.records import Record
 from shardwright.system.errors import without_secrets
-from shardwright.system.files import problem_of_owner, real_path
+from shardwright.system.files import real_path
+from shardwright.system.owner import problem_of_owner
 from shardwright.training.writers.writer import MetricsWriter, WriterKind, numbers_of
 
 FOLDER_TAG = "shardwright.folder"

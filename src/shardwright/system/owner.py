@@ -1,0 +1,74 @@
+"""The lock of a folder that one process owns."""
+
+import contextlib
+import fcntl
+import os
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardwright.system.errors import InputError
+from shardwright.system.files import inside, open_regular, read_bytes, runs_here
+
+LOCK = ".lock"
+
+
+def problem_of_owner(folder: Path) -> str | None:
+    """Return why a run cannot start in a folder: another process owns it (`sole_owner`). None if no process does."""
+    try:
+        with open_regular(folder / LOCK) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _used_by(folder)
+    except OSError:
+        pass  # no folder, or no locks
+    return None
+
+
+def owner_runs(folder: Path) -> bool | None:
+    """Return whether the last owner of a folder (`sole_owner`) is still running; None if it is unknown or on another
+    machine. The lock itself is not touched, because a run that starts at that moment would find it taken."""
+    try:
+        owner = re.fullmatch(r"process (\d{1,9}) on (\S+)\n", _text_of_lock(folder))
+    except (OSError, InputError):
+        return None
+    if owner is None or owner[2] != socket.gethostname():
+        return None
+    return runs_here(int(owner[1]))
+
+
+def _text_of_lock(folder: Path) -> str:
+    return read_bytes(inside(folder, LOCK)).decode(errors="replace")
+
+
+def _used_by(folder: Path, another: str = "--set out=...") -> str:
+    owner = _text_of_lock(folder).strip()
+    return (
+        f"{folder} is in use by {owner or 'another process'}; wait for it to end, or name another folder with {another}"
+    )
+
+
+@contextlib.contextmanager
+def sole_owner(folder: Path, another: str = "--set out=...") -> Iterator[None]:
+    """Own a folder during the block and create it if needed. The end of the process also releases it. `another`: the
+    option that names another folder, for messages.
+
+    Raises InputError, with the owner's process, if another process owns the folder.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / LOCK).open("a+")
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written: {error.strerror}; name another with {another}") from None
+    with lock as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(_used_by(folder, another)) from None
+        except OSError:
+            pass  # a file system without locks: ownership cannot be checked
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
