@@ -18,7 +18,7 @@ from shardwright.cost.blocks import blocks
 from shardwright.cost.flops import model_flops
 from shardwright.cost.job import Candidates
 from shardwright.cost.layer import layer
-from shardwright.cost.speed import ELEMENTWISE
+from shardwright.cost.speed import ELEMENTWISE, TENSOR
 from shardwright.cost.stack import MEGATRON_CORE, SHARDWRIGHT_COMPILED
 from shardwright.layout.layout import Layout
 from shardwright.model.by_sizes import lora_of_text
@@ -122,6 +122,22 @@ def test_dropping_inputs_of_adapters_is_priced():
     assert dropped.backward_input[ELEMENTWISE] > plain.backward_input[ELEMENTWISE]
 
 
+def test_scaling_by_magnitudes_is_priced():
+    def passes(dora: bool, **degrees: int) -> Any:
+        spec = replace(LLAMA, lora=LoraSpec(rank=16, dora=dora))
+        candidates = Candidates.from_layout(Layout(**degrees), 1, "full")
+        return layer(job(spec, on="h100:2/2"), candidates, next(iter(blocks(spec))))
+
+    plain, scaled = passes(False), passes(True)
+    for part in ("forward", "backward_input"):
+        assert getattr(scaled, part)[ELEMENTWISE] > getattr(plain, part)[ELEMENTWISE]
+    # The last matmul of a layer is not left out of its recomputation.
+    again = scaled.backward_input["recomputation"] - plain.backward_input["recomputation"]
+    assert again > scaled.forward[ELEMENTWISE] - plain.forward[ELEMENTWISE]
+    squares = [each for each in passes(True, tp=2).forward_messages[TENSOR] if "squares of the rows" in each.what]
+    assert [float(each.n_bytes[0]) for each in squares] == [4 * 4096, 4 * 4096]
+
+
 def test_decoding_a_base_is_priced_in_every_format():
     def elementwise_s(base: str, precision: str) -> float:
         spec = replace(LLAMA, lora=LoraSpec(rank=16, base=base))  # type: ignore[arg-type]
@@ -201,11 +217,15 @@ def compared(
 @pytest.mark.prove
 @pytest.mark.parametrize(
     ("name", "base"),
-    [*((name, "compute") for name in DRY), *((name, "nf4") for name in DRY), ("zero 3", "int8"), ("tp", "dropped")],
+    [
+        *((name, "compute") for name in DRY),
+        *((name, "nf4") for name in DRY),
+        *(("zero 3", "int8"), ("tp", "dropped"), ("one rank", "dora"), ("tp", "dora"), ("zero 3", "dora")),
+    ],
 )
 def test_the_plan_of_adapters_is_the_dry_run(name: str, base: str, monkeypatch: pytest.MonkeyPatch):
     layout, within = DRY[name]
-    changed = {"dropout": 0.1} if base == "dropped" else {"base": base}
+    changed = {"dropped": {"dropout": 0.1}, "dora": {"dora": True}}.get(base, {"base": base})
     found = compared("llama-3.1-8b", 4, layout, {"rank": 16} | changed, monkeypatch)
     within += 0.001 * (base != "compute")  # the first layer decodes no matrix for a gradient that nothing needs
     assert abs(found.difference) < within, "\n".join(found.parts)

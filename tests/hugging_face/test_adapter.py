@@ -1,6 +1,7 @@
 """Proves that a LoRA adapter of peft next to its base is read as the weights that peft merges."""
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,16 @@ NAMES = {
 RANK, ALPHA = 4, 3.0
 
 
-def with_adapter(folder: Path, module: str, shape: tuple[int, ...], **keys: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def with_adapter(
+    folder: Path, module: str, shape: tuple[int, ...], magnitude_F: torch.Tensor | None = None, **keys: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Write the files that peft writes for one matrix of `shape`, (out, in); return A and B."""
     (n_out, n_in), begin = shape, f"base_model.model.{module}"
     a_RD, b_FR = torch.randn(RANK, n_in), torch.randn(n_out, RANK)
-    save_file({f"{begin}.lora_A.weight": a_RD, f"{begin}.lora_B.weight": b_FR}, folder / "adapter_model.safetensors")
+    tensors = {f"{begin}.lora_A.weight": a_RD, f"{begin}.lora_B.weight": b_FR}
+    if magnitude_F is not None:
+        tensors[f"{begin}.lora_magnitude_vector"] = magnitude_F
+    save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none"} | keys
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return a_RD, b_FR
@@ -47,6 +53,41 @@ def test_any_box_of_a_matrix_is_a_box_of_the_merged_matrix(family: str, rslora: 
     torch.testing.assert_close(weights.read(name, (2, 1), (3, 5)), expected[2:5, 1:6])
     other = name.replace("layers.1", "layers.0")
     assert torch.equal(weights.read(other, (0, 0), shape), base.read(other, (0, 0), shape))
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_any_box_of_a_matrix_with_dora_comes_from_its_whole_rows(family: str):
+    check_boxes_with_dora(family)
+
+
+def check_boxes_with_dora(family: str) -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = saved(Path(temporary) / "hf", FAMILIES[family])
+        module, name = NAMES[family]
+        base = open_weights(folder)
+        shape = base.shapes[name]
+        before, magnitude_F = base.read(name, (0, 0), shape), torch.rand(shape[0]) + 0.5
+        a_RD, b_FR = with_adapter(folder, module, shape, magnitude_F, use_dora=True)
+        expected, weights = torch.nn.functional.normalize(before + ALPHA / RANK * b_FR @ a_RD), open_weights(folder)
+        expected *= magnitude_F.unsqueeze(1)
+        torch.testing.assert_close(weights.read(name, (0, 0), shape), expected)
+        torch.testing.assert_close(weights.read(name, (2, 1), (3, 5)), expected[2:5, 1:6])
+
+
+@pytest.mark.parametrize(
+    ("magnitude", "dora", "said"),
+    [
+        (None, True, "q_proj has no magnitude, with use_dora=True"),
+        (48, False, "q_proj has a magnitude, with use_dora=False"),
+        (47, True, r"the magnitude is \[47\], and .* needs \[48\]: the adapter is for another base"),
+    ],
+)
+def test_a_magnitude_that_does_not_fit_is_refused(magnitude: int | None, dora: bool, said: str, tmp_path: Path):
+    folder = saved(tmp_path / "hf", FAMILIES["llama"])
+    magnitude_F = None if magnitude is None else torch.ones(magnitude)
+    with_adapter(folder, NAMES["llama"][0], open_weights(folder).shapes[NAMES["llama"][1]], magnitude_F, use_dora=dora)
+    with pytest.raises(CheckpointError, match=said):
+        open_weights(folder)
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -74,7 +115,7 @@ def test_weights_are_those_that_peft_merges(family: str, tmp_path: Path):
     ("keys", "said"),
     [
         ({"peft_type": "IA3"}, "peft_type='IA3' is not supported"),
-        ({"use_dora": True}, "use_dora=True is not supported"),
+        ({"lora_bias": True}, "lora_bias=True is not supported"),
         ({"init_lora_weights": "pissa"}, "changed the base weights"),
     ],
 )

@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn import functional
 
 from shardwright.hugging_face.architecture import architecture_of
 from shardwright.hugging_face.peft import adapter_files
 from shardwright.model.lora_sizes import LoraSpec
+from shardwright.model.transformer import Transformer
 from shardwright.system.errors import CheckpointError, ConfigError, InputError
 from shardwright.training.adapters import ImportedAdapter, export_adapter, import_adapter
 from shardwright.training.exporting import export
-from shardwright.training.weights import open_weights
+from shardwright.training.weights import fill, open_weights
 
 pytest.importorskip("transformers")
 
@@ -47,6 +49,8 @@ def adapter(folder: Path, base: Path, family: str, **keys: Any) -> Path:
             begin = f"base_model.model.{full}"
             tensors[f"{begin}.lora_A.weight"] = torch.randn(RANK, n_in) / 5
             tensors[f"{begin}.lora_B.weight"] = torch.randn(n_out, RANK) / 5
+            if keys.get("use_dora"):
+                tensors[f"{begin}.lora_magnitude_vector"] = torch.rand(n_out) + 0.5
     assert tensors
     save_file(tensors, folder / "adapter_model.safetensors")
     targets = sorted({each.rpartition(".")[2] for each in TARGETS.get(family, FUSED)})
@@ -65,11 +69,16 @@ def test_an_adapter_of_peft_is_exported_as_it_was_imported_and_merged_as_it_is_r
     check_that_an_adapter_passes_unchanged(family)
 
 
-def check_that_an_adapter_passes_unchanged(family: str) -> None:
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_an_adapter_with_dora_is_exported_as_it_was_imported_and_merged_as_it_is_read(family: str):
+    check_that_an_adapter_passes_unchanged(family, use_dora=True)
+
+
+def check_that_an_adapter_passes_unchanged(family: str, **keys: Any) -> None:
     with tempfile.TemporaryDirectory() as name:
         tmp_path = Path(name)
         base = saved(tmp_path / "base", FAMILIES[family])
-        given = adapter(tmp_path / "given", base, family)
+        given = adapter(tmp_path / "given", base, family, **keys)
         start = tmp_path / "start"
         imported = import_adapter(given, base, start)
         assert imported.spec.lora is not None
@@ -110,6 +119,56 @@ def test_peft_loads_an_exported_adapter_with_the_logits_of_the_merged_weights(fa
     torch.testing.assert_close(merged, adapted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.prove
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_dora_has_the_logits_and_gradients_of_peft(family: str, tmp_path: Path):
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    base = saved(tmp_path / "base", FAMILIES[family])
+    settings = peft.LoraConfig(
+        r=RANK, lora_alpha=ALPHA, lora_dropout=0.1, init_lora_weights=False, fan_in_fan_out=family == "gpt2",
+        target_modules=[name.rpartition(".")[2] for name in TARGETS[family]], use_dora=True,
+    )  # fmt: skip
+    theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), settings).eval()
+    adapters = {name: value for name, value in theirs.named_parameters() if value.requires_grad}
+    with torch.no_grad():
+        for name, value in adapters.items():
+            if "magnitude" in name:
+                value.mul_(1 + torch.randn_like(value) / 5)
+    theirs.save_pretrained(tmp_path / "given")
+    imported = import_adapter(tmp_path / "given", base, tmp_path / "start")
+    assert imported.left_out == {"lora_dropout=0.1": "dropout of adapters with DoRA is not supported"}
+    ours = Transformer(imported.spec)
+    fill(ours.named_parameters(), imported.spec, open_weights(tmp_path / "start"))
+    tokens_BT = torch.arange(12).reshape(2, 6)
+    logits = [theirs(tokens_BT).logits, ours(tokens_BT)]
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-5)
+    for each in logits:
+        functional.cross_entropy(each.flatten(0, 1), tokens_BT.flatten()).backward()
+    written = adapter_files(architecture_of(replace(imported.spec, lora=None), family), imported.spec, "base").tensors
+    assert len(written) == len(adapters)
+    of_ours = dict(ours.named_parameters())
+    for tensor in written:
+        begin, _, last = tensor.name.rpartition(".")
+        name = f"{tensor.name}.default.weight" if "magnitude" in last else f"{begin}.default.{last}"
+        (part,) = tensor.parts
+        gradient, expected = of_ours[part.name].grad, adapters[name].grad
+        assert gradient is not None
+        assert expected is not None
+        assert expected.abs().max() > 1e-3
+        gradient = gradient if tensor.order is None else gradient[list(tensor.order)]
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5)
+    export_adapter(tmp_path / "start", tmp_path / "out")
+    export(tmp_path / "start", tmp_path / "merged", merge=True)
+    again = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    again = peft.PeftModel.from_pretrained(again, tmp_path / "out").eval()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    with torch.no_grad():
+        for model in (again, merged):
+            torch.testing.assert_close(model(tokens_BT).logits, logits[0], rtol=1e-4, atol=1e-5)
+
+
 def test_an_adapter_of_another_base_is_refused(tmp_path: Path):
     base, family = saved(tmp_path / "base", FAMILIES["llama"]), "llama"
     given = adapter(tmp_path / "given", base, family)
@@ -128,7 +187,7 @@ def test_an_adapter_of_another_base_is_refused(tmp_path: Path):
     ("keys", "said"),
     [
         ({"peft_type": "IA3"}, "peft_type='IA3' is not supported"),
-        ({"use_dora": True}, "use_dora=True is not supported"),
+        ({"lora_bias": True}, "lora_bias=True is not supported"),
     ],
 )
 def test_adapters_that_no_run_can_have_are_refused(keys: dict[str, Any], said: str, tmp_path: Path):

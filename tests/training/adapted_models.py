@@ -71,7 +71,7 @@ SP, TP, ZERO_3 = LAYOUTS["sp"], LAYOUTS["tp"], LAYOUTS["zero 3"]
 ZERO_BUBBLE = LAYOUTS["pp"]
 LATENT_HEADS = {"latent_attention": LATENT, "n_kv_heads": 4}
 OF_ATTENTION, OF_FFN = replace(LORA, targets=("attention",)), replace(LORA, targets=("ffn",))
-DROPPED = replace(LORA, dropout=0.3)
+DROPPED, DORA = replace(LORA, dropout=0.3), replace(LORA, dora=True)
 OF_EXPERTS = replace(LORA, targets=("attention", "experts"))
 ROUTED = {"moe": EXPERTS}
 TP_EP = Layout(tp=2, sequence_parallel=True, ep=2)
@@ -166,6 +166,34 @@ MODELS: dict[str, tuple[dict[str, Any], Layout, LoraSpec]] = {
         {},
         Layout(tp=2, sequence_parallel=True, offload_activations="cpu"),
         replace(DROPPED, base="nf4"),
+    ),
+    "DoRA, biases, tp": (STARCODER, TP, DORA),
+    "DoRA, biases, replicas of kv heads": (STARCODER, Layout(tp=4, sequence_parallel=True), DORA),
+    "DoRA, zero 3 of sp": ({}, LAYOUTS["zero 3 of sp"], DORA),
+    "DoRA, recomputation of sp and pp": ({}, LAYOUTS["pp of sp"].changed(recompute="full"), DORA),
+    "DoRA, zigzag, MTP, zero bubble": (
+        {"mtp_modules": 1},
+        Layout(cp=2, cp_method="zigzag", pp=2, pp_schedule="zb-h1"),
+        replace(DORA, targets=("attention", "ffn", "projection")),
+    ),
+    "DoRA, tied embedding, dualpipe": (TIED | {"n_layers": 5}, LAYOUTS["dualpipe"], DORA),
+    "DoRA, latent attention, tp": (LATENT_HEADS, TP, DORA),
+    "DoRA, latent attention and shared experts, tp, ep": (DEEPSEEK_V2, TP_EP, DORA),
+    "DoRA, linear attention, ring, tp": (
+        LINEAR,
+        Layout(cp=2, cp_method="ring", tp=2, sequence_parallel=False),
+        DORA,
+    ),
+    "DoRA, shared experts, hybrid zero 2, ep": (DENSE, Layout(dp_replicate=2, dp_shard=2, zero=2, ep=2), DORA),
+    "DoRA, all on the host, selective": (
+        {},
+        LAYOUTS["parameters on the host"].changed(offload_activations="cpu", recompute="selective"),
+        DORA,
+    ),
+    "DoRA, no adapter in a stage, zero 1": (
+        LAST_ROUTED,
+        Layout(pp=2, dp_shard=2, zero=1),
+        replace(DORA, targets=("ffn",)),
     ),
     "of experts": (ROUTED, Layout(), OF_EXPERTS),
     "of experts, sp": (ROUTED, SP, OF_EXPERTS),

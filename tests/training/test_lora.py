@@ -5,20 +5,24 @@
 
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn import functional
 
 from shardwright.config import parse
 from shardwright.conversion.own import read_own_state
 from shardwright.layout.layout import Layout
 from shardwright.model.dropout import Draw, InputMask
 from shardwright.model.init import initialise
-from shardwright.model.lora_sizes import LoraSpec
+from shardwright.model.lora_sizes import LoraSpec, StoredRow
 from shardwright.model.matmul import Linear, linear
-from shardwright.model.random import keep_mask, matrix_key, matrix_keys
+from shardwright.model.quantised import decode, encode
+from shardwright.model.random import keep_mask, matrix_key, matrix_keys, sample_keys
 from shardwright.model.sections import MoESpec
 from shardwright.model.transformer import Transformer, layer_site_keys
 from shardwright.runs.folder import CHECKPOINTS, checkpoint_name
@@ -37,11 +41,24 @@ from shardwright.verification.case import ADAPTER_STD
 from tests.distributed import run_ranks
 from tests.hugging_face.models import FAMILIES, saved
 from tests.marks import prove, rest_prove
-from tests.training.adapted_models import LAYOUTS, LORA, MODELS, OF_EXPERTS, adapting, case_of, run_file, save_adapted
+from tests.training.adapted_models import (
+    DORA,
+    DROPPED,
+    LATENT_HEADS,
+    LAYOUTS,
+    LORA,
+    MODELS,
+    OF_EXPERTS,
+    adapting,
+    case_of,
+    run_file,
+    save_adapted,
+)
 from tests.training.bugs.bug import EXPERTS
 from tests.training.checkpoints import Logical, equal, hop
 from tests.training.test_switches import (
     DENSE,
+    STARCODER,
 )
 from tests.training.worlds import CASE, EVEN, SPEC
 
@@ -91,7 +108,9 @@ def test_adapters_train_with_integers_in_messages(verifier: Verifier, layout: La
     assert report.equal, report.differing or report.worst
 
 
-@pytest.mark.parametrize("name", rest_prove(MODELS, "no adapter in the last stage", "of experts, tp, ep, selective"))
+@pytest.mark.parametrize(
+    "name", rest_prove(MODELS, "no adapter in the last stage", "of experts, tp, ep, selective", "DoRA, biases, tp")
+)
 def test_adapters_of_every_kind_of_model_train_as_in_one_process(verifier: Verifier, name: str):
     changes, layout, lora = MODELS[name]
     case = replace(case_of(layout, replace(EVEN, **changes), lora), steps=2)
@@ -118,6 +137,56 @@ def test_an_adapter_computes_as_the_sum_of_base_and_product():
     assert n_experts == 3 * sum(base.has_experts(layer) for layer in range(base.n_layers))
     tokens_BT = torch.randint(0, spec.vocab_size, (2, 12))
     torch.testing.assert_close(adapted(tokens_BT), merged(tokens_BT), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("changes", [STARCODER, LATENT_HEADS], ids=["biases", "latent attention"])
+def test_dora_computes_as_dense_weights_whose_norms_are_constants(changes: dict[str, Any]):
+    check_that_dora_computes_as_dense_weights(changes)
+
+
+def check_that_dora_computes_as_dense_weights(changes: dict[str, Any]) -> None:
+    base = replace(EVEN, **changes)
+    model, dense = Transformer(replace(base, lora=DORA)).double(), Transformer(base).double()
+    initialise(model, model.spec, 0, b_std=ADAPTER_STD)
+    assert all(value.std() > 0 for name, value in model.named_parameters() if name.endswith("bias"))
+    weights = {name: value for name, value in model.named_parameters() if "lora_" not in name}
+    adapters = {name: value for name, value in model.named_parameters() if "lora_" in name}
+    magnitudes = [name for name in adapters if name.endswith("lora_magnitude")]
+    assert len(magnitudes) == len(adapters) / 3
+    for name in magnitudes:
+        begin = name.removesuffix("lora_magnitude")
+        row = weights[f"{begin}weight"] + DORA.scale * adapters[f"{begin}lora_b"] @ adapters[f"{begin}lora_a"]
+        weights[f"{begin}weight"] = row * (adapters[name] / row.detach().norm(dim=1)).unsqueeze(1)
+    tokens_BT, targets_BT = torch.randint(0, base.vocab_size, (2, 2, 12))
+    both = []
+    for logits_BTV in (model(tokens_BT), torch.func.functional_call(dense, weights, (tokens_BT,))):
+        loss = functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+        both.append((logits_BTV, *torch.autograd.grad(loss, list(adapters.values()))))
+    for ours, expected in zip(*both, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
+
+
+@prove
+@pytest.mark.parametrize("lora", [DROPPED, DORA], ids=["dropout", "DoRA"])
+def test_compiled_blocks_with_adapters_have_no_graph_break_and_compute_as_uncompiled_ones(lora: LoraSpec):
+    torch._dynamo.reset()
+    spec = replace(EVEN, lora=lora)
+    plain, compiled = Transformer(spec).double(), Transformer(spec).double()
+    for model in (plain, compiled):
+        initialise(model, spec, 0, b_std=ADAPTER_STD)
+    for block in compiled.layers.values():
+        block.compile(fullgraph=True)  # an error at a graph break
+    tokens_BT, losses = torch.randint(0, spec.vocab_size, (2, 16)), []
+    for step in range(2):  # the masks of the first step are no constants of the graph
+        keys_B, gradients = sample_keys(0, step, torch.arange(2)), []
+        for model in (plain, compiled):
+            loss = model(tokens_BT, None, keys_B).square().mean()
+            gradients.append(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad]))
+            losses.append(loss.detach())
+        torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(losses[1::2], losses[::2], rtol=1e-12, atol=0.0)
+    assert (losses[0] != losses[2]) == bool(lora.dropout)
+    torch._dynamo.reset()
 
 
 def test_each_adapter_drops_elements_of_its_own_input_in_training_alone():
@@ -168,14 +237,31 @@ def check_that_adapters_drop_their_inputs() -> None:
 
 
 def test_a_checkpoint_has_adapters_alone_and_is_taken_up_bit_by_bit_on_another_layout(tmp_path: Path):
-    spec, before = replace(SPEC, lora=LORA), None
+    spec, before = replace(SPEC, lora=DORA), None
     for step, layout in enumerate((Layout(), Layout(dp_shard=2, zero=3))):
         outcomes = run_ranks(hop, layout.world_size, tmp_path, layout, step, spec)
         assert all(loaded is None or equal(loaded, before) for loaded, _ in outcomes)
         before = outcomes[0][1]
         manifest = read_manifest(CheckpointStore(tmp_path).path_of(step + 1))
         assert manifest.tensors
-        assert all(name.endswith(("lora_a", "lora_b")) for name in manifest.tensors)
+        assert all(name.endswith(("lora_a", "lora_b", "lora_magnitude")) for name in manifest.tensors)
+
+
+@pytest.mark.parametrize("base_type", rest_prove(("compute", "nf4"), "compute"))
+def test_magnitudes_of_a_new_run_are_the_norms_of_the_rows_of_its_base(tmp_path: Path, base_type: str):
+    base = saved(tmp_path / "base", FAMILIES["llama"])
+    lora = {"rank": 3, "dora": True, "base": base_type}
+    values, _ = run_ranks(partial(save_adapted, lora=lora), 2, base, tmp_path / "run")
+    magnitudes = [name for name in values if name.endswith("lora_magnitude")]
+    assert len(magnitudes) == 2 * 7
+    weights = open_weights(tmp_path / "run")
+    for name in magnitudes:
+        matrix = name.replace("lora_magnitude", "weight")
+        rows_FD = values[matrix] if base_type == "compute" else weights.read(matrix, (0, 0), weights.shapes[matrix])
+        if base_type == "nf4":
+            stored = StoredRow("nf4", rows_FD.shape[-1])
+            rows_FD = decode(encode(rows_FD, stored), stored, torch.float32)
+        torch.testing.assert_close(values[name], rows_FD.norm(dim=1))
 
 
 def adapted(folder: Path) -> tuple[Path, Path, Logical]:
@@ -226,10 +312,11 @@ def test_adapters_are_compared_by_matrices_rank_and_scale(alone: None, tmp_path:
     load(checkpoint, adapting(parse(run_file(base, out, lora=alike))), None)
     start = {"weights": str(checkpoint)}
     assert initial_weights_problems(parse(run_file(base, out, lora=alike, init=start))) == []
-    other = {"rank": 4, "alpha": 8.0, "targets": ["attention"]}
+    other = {"rank": 4, "alpha": 8.0, "targets": ["attention"], "dora": True}
     wanted = [
         "its adapters have lora.rank=3, and this run has 4; set lora.rank=3",
         "its adapters have lora.alpha=16.0, and this run has 8.0; set lora.alpha=16.0",
+        "its adapters have lora.dora=false, and this run has true; set lora.dora=false",
         'its adapters have lora.targets=["attention", "ffn"], and this run has ["attention"]; '
         'set lora.targets=["attention", "ffn"]',
     ]
@@ -237,7 +324,7 @@ def test_adapters_are_compared_by_matrices_rank_and_scale(alone: None, tmp_path:
     assert initial_weights_problems(config) == [f"init.weights='{checkpoint}': {each}" for each in wanted]
     with pytest.raises(CheckpointError) as refused:
         load(checkpoint, adapting(config), None)
-    assert refused.value.problems[:3] == [f"{checkpoint}: {each}" for each in wanted]
+    assert refused.value.problems[:4] == [f"{checkpoint}: {each}" for each in wanted]
 
 
 def test_what_cannot_have_adapters_names_the_way_out(alone: None, tmp_path: Path):
@@ -304,6 +391,17 @@ def test_dropout_of_adapters_of_experts_is_refused_as_peft_refuses_it():
     assert refused == [
         "lora.dropout=0.1 with an adapter of ffn.experts.gate: peft has no dropout of adapters of experts; set "
         "lora.dropout=0, or leave experts out of lora.targets"
+    ]
+
+
+def test_dora_of_experts_and_dora_with_dropout_are_refused():
+    assert replace(EVEN, moe=EXPERTS, lora=replace(OF_EXPERTS, dora=True)).lora_problems() == [
+        "lora.dora=true with an adapter of ffn.experts.gate: peft has no DoRA of experts; set lora.dora=false, or "
+        "leave experts out of lora.targets"
+    ]
+    assert replace(EVEN, lora=replace(DORA, dropout=0.1)).lora_problems() == [
+        "lora.dora=true with lora.dropout=0.1: DoRA scales the output of the base too, which reads the whole input; "
+        "set lora.dropout=0, or lora.dora=false"
     ]
 
 

@@ -48,6 +48,7 @@ def import_(
 
 def _adapter(source: str, base: Path, out: Path, json: bool) -> None:
     from shardwright.training.adapters import import_adapter
+    from shardwright.training.weights import by_reason
 
     given = import_adapter(source, base, out)
     lora, n = given.spec.lora, given.spec.n_trained_parameters
@@ -55,9 +56,11 @@ def _adapter(source: str, base: Path, out: Path, json: bool) -> None:
     targets = dumps([*lora.targets])
     keys = f"lora.rank={lora.rank} --set lora.alpha={lora.alpha:g} --set 'lora.targets={targets}'"
     keys += f" --set lora.dropout={lora.dropout:g}" if lora.dropout else ""
+    keys += "".join(f" --set lora.{key}=true" for key in ("rslora", "dora") if getattr(lora, key))
     print_answer(
         json,
         {"out": str(out), "base": str(base), "rank": lora.rank, "parameters": n},
         f"adapters of rank {lora.rank}, {format_count(n)} parameters, for {base} -> {out}",
+        *(f"left out: {line}" for line in by_reason(given.left_out)),
         f"  shardwright train RUN.toml --set model.from={base} --set init.weights={out} --set {keys}",
     )

@@ -386,6 +386,7 @@ class LoraSection(RunFileSection):
     targets: list[str] = Field(["attention", "ffn"], description=descriptions(LoraSpec)["targets"])
     rslora: bool = Field(False, description=descriptions(LoraSpec)["rslora"])
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description=descriptions(LoraSpec)["dropout"])
+    dora: bool = Field(False, description=descriptions(LoraSpec)["dora"])
     base: BaseType = Field("compute", description=descriptions(LoraSpec)["base"])
 
     @property

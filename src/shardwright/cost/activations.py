@@ -19,6 +19,7 @@ A layer keeps the product of elements a token and tokens:
 | mixture   | scores of the router, fp32; inputs, inner activations and      | k (2 h + 3 g)            | T'     |
 |           | outputs of k experts                                           |                          |        |
 | adapters  | outputs of A, rank r                                           | r for each adapter       | T      |
+|           | with DoRA outputs of its matrices before they are scaled       | out / t, or out          | T, T'  |
 
 With adapters the input of a matmul is kept only if an adapter reads it too, or another operation of the backward pass.
 
@@ -43,7 +44,7 @@ from shardwright.cost.blocks import BlockShape
 from shardwright.cost.formats import FORMATS
 from shardwright.cost.job import FULL, SELECTIVE, Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas, greatest, plus
-from shardwright.cost.parameters import computed_share, elements, vocabulary_rows
+from shardwright.cost.parameters import computed_share, elements, tp_shards, vocabulary_rows
 from shardwright.model.linear_sizes import LinearAttentionSpec
 from shardwright.model.pieces import ROWS_TOGETHER
 from shardwright.split.sequence import chunks_of_ring_rank
@@ -93,7 +94,10 @@ def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None 
             rows = _experts(f, shared=block.inner > 0, frozen=block.frozen)
             parts.append("experts")
         if block.adapters:
-            f("kept of adapters", f.T * f.ranks_of_adapters * f.e)
+            kept = f.T * f.ranks_of_adapters * f.e
+            if block.scaled:
+                kept = kept + (f.T * f.outputs_scaled + f.T_shard * f.results_scaled) * f.e
+            f("kept of adapters", kept)
             for what in ("listed of adapters", "adapters for W", "working of adapters"):
                 f(what, 1 * f.kept_of_adapters)
             parts.append("adapters")
@@ -278,6 +282,10 @@ def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inpu
         "ranks_of_adapters": sum(
             row.shape[-2] * computed_share(model, row, candidates.tp) for row in block.adapters if row.adapter == "a"
         ),
+        "outputs_scaled": sum(
+            row.numel / tp_shards(model, row.split, candidates.tp) for row in block.scaled if row.split != "replicated"
+        ),
+        "results_scaled": sum(row.numel for row in block.scaled if row.split == "replicated"),
         "gated_outputs": int(block.gates_shared),
         # Gate, up and, unless fused, silu(gate).
         "made": 2 + (not (stack.fused_gate or model.activation == "swiglu_clamped")) if block.gated else 1,

@@ -79,6 +79,17 @@ class BlockShape:
         return tuple(row for row in self.rows if row.adapter)
 
     @cached_property
+    def scaled(self) -> tuple[Row, ...]:
+        """Return the magnitudes of adapters with DoRA."""
+        return tuple(row for row in self.rows if row.adapter == "m")
+
+    @cached_property
+    def scaled_matrices(self) -> tuple[Row, ...]:
+        """Return the matrices whose outputs DoRA scales."""
+        modules = {row.module for row in self.scaled}
+        return tuple(row for row in self.base if row.hidden and row.module in modules)
+
+    @cached_property
     def trained(self) -> "BlockShape":
         """Return the same layer without its frozen parameters, to count the parameters that have gradients."""
         return replace(self, rows=tuple(row for row in self.rows if not row.frozen))

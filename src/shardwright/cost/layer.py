@@ -16,7 +16,7 @@ from shardwright.cost.job import FULL, RECOMPUTE, Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas, plus
 from shardwright.cost.matmuls import Matmul, fp32_or_wide, head_matmul, layer_matmuls, reached_flops_per_s
 from shardwright.cost.messages import context, dispatch, head_over_tp, loss_sums, over_tp, states, tensor
-from shardwright.cost.parameters import computed_share, tp_shards
+from shardwright.cost.parameters import computed_share, elements, tp_shards
 from shardwright.cost.passes import (
     PRODUCT_BYTES,
     Passes,
@@ -371,6 +371,11 @@ def _elementwise(passes: Passes, job: Job, candidates: Candidates, block: BlockS
             for row in block.adapters if row.adapter == "b"
         ), residual_bytes=job.stack.speed.residual_bytes)  # fmt: skip
         formulas["adding adapters"] = f.T * f.outputs_of_adapters * f.residual_bytes
+    if block.scaled:
+        f.add(product_bytes=PRODUCT_BYTES, outputs_scaled=sum(
+            row.numel / tp_shards(spec, row.split, candidates.tp) for row in block.scaled if row.split != "replicated"
+        ), results_scaled=sum(row.numel for row in block.scaled if row.split == "replicated"))  # fmt: skip
+        formulas["scaling outputs"] = (f.T * f.outputs_scaled + f.T_shard * f.results_scaled) * f.product_bytes
     if spec.lora is not None and spec.lora.dropout:
         f.add(inputs_of_adapters=sum(
             row.shape[-1] / tp_shards(spec, row.split, candidates.tp) for row in block.adapters if row.adapter == "a"
@@ -388,10 +393,26 @@ def _elementwise(passes: Passes, job: Job, candidates: Candidates, block: BlockS
         for name, n_bytes in (("F", once), ("I", once * BACKWARD_TRAFFIC))
     }
     passes.add(ELEMENTWISE, *seconds.values())
+    norms = {}
+    if block.scaled:
+        f.add(row_bytes=_bytes_of_rows(job, candidates, block))
+        norms["norms of rows, F"] = f("norms of rows, F", f.row_bytes / f.element_rate, "model/matmul.py", unit="s")
+        passes.add(ELEMENTWISE, norms["norms of rows, F"], 0.0)
     for name, part in (("F", passes.forward), ("I", passes.backward_input)):
         cast = casts[name]
         terms = {f"operations, {name}": seconds[name]} | ({} if cast is None else {f"{CASTS}, {name}": cast})
+        terms |= norms if name == "F" else {}
         ledger.total(f"{ELEMENTWISE}, {name}", terms, value=part[ELEMENTWISE])
+
+
+def _bytes_of_rows(job: Job, candidates: Candidates, block: BlockShape) -> Floats:
+    """Return the bytes that are read in a forward pass to compute the norms of the rows of W + s B A: W for its squares
+    and for W A^T, and what decodes a quantised W. Ignored: products of rank r, and that B A is multiplied by itself."""
+    n_bytes = np.zeros(len(candidates))
+    for row in block.scaled_matrices:
+        n = elements(job.model, row, candidates.tp, candidates.ep)
+        n_bytes = n_bytes + (2 * job.element_bytes + DECODED_BYTES.get(row.stored, 0.0)) * n
+    return n_bytes
 
 
 def _recompute(passes: Passes, job: Job, candidates: Candidates, block: BlockShape) -> None:

@@ -370,6 +370,8 @@ _SYMBOLS = (
     ("keeps_base", "", "1 where the weights are shards of the frozen base, as with ZeRO-3 in 16 bits"),
     ("inner_read ranks_of_adapters outputs_of_adapters", "", "inner features that an adapter reads; for each token "
      "the sum of the ranks of a layer's adapters, and of the features that they add to"),
+    ("outputs_scaled results_scaled row_bytes", ", , B", "for each token the sum of the outputs that DoRA scales on a "
+     "rank, of column-parallel matrices and of others; read to compute the norms of their rows"),
     ("inputs_of_adapters dropped_bytes", ", B", "for each token the sum of the features that a layer's adapters read; "
      "moved to drop each"),
     ("reads_rows reads_inner", "", "1 where a trained matrix of experts reads their rows; where one reads their inner "

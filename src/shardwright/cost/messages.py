@@ -58,6 +58,11 @@ def tensor(passes: Passes, job: Job, candidates: Candidates, block: BlockShape, 
     for name in block.sharded_norms:
         regions.add(MESSAGES_OF_F, squares, f"squares of {name}", all_reduce, all_reduce)
         regions.add(OF_RESULTS, squares, f"gradient of the squares of {name}", all_reduce, all_reduce)
+    for row in block.scaled_matrices:
+        if row.split == "row":  # the norms of its rows
+            of_rows = np.full(len(candidates), row.shape[0] * max(4.0, job.element_bytes))
+            what = f"squares of the rows of {row.module.replace('.', ' ')}"
+            regions.add(MESSAGES_OF_F, of_rows, what, all_reduce, all_reduce)
     regions.price()
 
 

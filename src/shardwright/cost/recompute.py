@@ -145,10 +145,10 @@ def seconds(passes: Passes, job: Job, candidates: Candidates, block: BlockShape)
 def last_matmul(job: Job, block: BlockShape) -> FusedRows | None:
     """Return the matmul that full recomputation leaves out; of a target not its adapter, which runs before. It stops at
     the last tensor that the backward pass reads, which is this matmul's input. Return None if a later tensor is read:
-    the outputs of routed experts, to be weighted, the input of a norm after the branch, or the tensors that dropout
-    keeps."""
-    reads_later = block.experts or block.norms_after or job.model.dropout
+    the outputs of routed experts, to be weighted, the input of a norm after the branch, the tensors that dropout keeps,
+    or an output that DoRA scales."""
     last = next(group for group in reversed(block.matmuls) if not group.rows[0].adapter)
+    reads_later = block.experts or block.norms_after or job.model.dropout or last.rows[0] in block.scaled_matrices
     return last if job.stack.stops_early and not reads_later else None
 
 

@@ -1,7 +1,8 @@
 """Adapters in the files of peft: the names and shapes of their matrices, and adapter_config.json.
 
 peft names A of a linear `base_model.model.LINEAR.lora_A.weight`, (r, in), and B `...lora_B.weight`, (out, r), with the
-names of linears of `transformers`. Our A and B have these shapes, and B has our order of rows. Each expert has an A and
+names of linears of `transformers`, and a magnitude of DoRA `...lora_magnitude_vector`, (out,). Ours have these shapes,
+and B and the magnitude have our order of rows. Each expert has an A and
 a B of its own where the files of the base have a tensor for each expert: `...mlp.experts.3.up_proj.lora_A.weight`.
 transformers 5 stacks the experts in memory, and peft 0.21 converts these names to its `target_parameters` when it loads
 them.
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwright.hugging_face.adapter import PREFIX, SUFFIX_A, SUFFIX_B
+from shardwright.hugging_face.adapter import PREFIX, SUFFIXES
 from shardwright.hugging_face.architecture import Architecture
 from shardwright.hugging_face.table import FileTensor, ParameterPart, file_tensors
 from shardwright.model.lora_sizes import adapter_names
@@ -59,10 +60,12 @@ def adapter_files(architecture: Architecture, spec: ModelSpec, base_path: str) -
     tensors: list[FileTensor] = []
     for (name, expert), matrix in adapted.items():
         begin = PREFIX + matrix.name.removesuffix(".weight")
-        for ours, suffix, order in zip(adapter_names(name), (SUFFIX_A, SUFFIX_B), (None, matrix.order), strict=True):
-            n_rows, n_columns = of_model[ours].shape[-2:]
-            part = ParameterPart(ours, expert, n_rows)
-            tensors.append(FileTensor(begin + suffix, (part,), (n_rows, n_columns), order=order))
+        orders = None, matrix.order, matrix.order
+        for ours, suffix, order in zip(adapter_names(name), SUFFIXES, orders, strict=True):
+            if ours in of_model:
+                shape = of_model[ours].shape if expert is None else of_model[ours].shape[1:]
+                part = ParameterPart(ours, expert, shape[0])
+                tensors.append(FileTensor(begin + suffix, (part,), shape, order=order))
     linears = {tensor.name.removesuffix(".weight"): expert for (_, expert), tensor in adapted.items()}
     both = {name.rpartition(".")[2]: name for name, expert in linears.items() if expert is not None}
     if of_all := [name for name, expert in linears.items() if expert is None and name.rpartition(".")[2] in both]:
@@ -78,6 +81,7 @@ def adapter_files(architecture: Architecture, spec: ModelSpec, base_path: str) -
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
+        "use_dora": lora.dora,
         "target_modules": _targets(set(linears), matrices.values()),
         "fan_in_fan_out": next(iter(adapted.values())).transposed,
         "bias": "none",

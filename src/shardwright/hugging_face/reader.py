@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shardwright.hugging_face.adapter import MergedAdapter
+from shardwright.hugging_face.adapter import MergedAdapter, Spans
 from shardwright.hugging_face.files import (
     ADAPTER,
     MXFP4,
@@ -25,8 +26,6 @@ from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import CheckpointError, DamagedError
 from shardwright.system.files import find_inside, open_regular
 
-Spans = Sequence[tuple[int, int]]
-"""The first index and the end of a box in each dim."""
 _GROUP = 32
 """Numbers with one scale in mxfp4."""
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -188,6 +187,11 @@ class HuggingFaceWeights(MappedTensors):
                 self._slice(blocks, [*lead, groups, (0, _GROUP // 2)]), self._slice(scales, [*lead, groups])
             )
             return numbers[..., low - groups[0] * _GROUP : high - groups[0] * _GROUP]
+        if self._adapter and name in self._adapter:
+            return self._adapter.merged(name, partial(self._stored_slice, name), spans)
+        return self._stored_slice(name, spans)
+
+    def _stored_slice(self, name: str, spans: Spans) -> Tensor:
         stored = self._held[name]
         try:
             if stored.file not in self._open:
@@ -196,7 +200,7 @@ class HuggingFaceWeights(MappedTensors):
             box: Tensor = self._open[stored.file].get_slice(name)[tuple(slice(*span) for span in spans)]
         except (SafetensorError, OSError) as error:
             raise DamagedError(f"{stored.file}: {name} cannot be read: {error}") from None
-        return self._adapter.merged(name, box, spans) if self._adapter and name in self._adapter else box
+        return box
 
     def describe(self) -> str:
         return f"{self.folder.architecture.class_name} of {self.path}"

@@ -25,13 +25,16 @@ def initial_values(
     """Return the box [offsets, offsets + shape) of the initial values of the whole parameter `name`.
 
     Values are constant or normal, as the parameter's row says, and bit-equal for every partition into boxes. `b_std`:
-    the standard deviation of the B of adapters, with which a gradient of A is not zero in the first step.
+    the standard deviation of the B and the magnitudes of adapters and of frozen biases, which are constant otherwise.
+    With it a gradient of A is not zero in the first step, and an error in a frozen bias is seen.
     """
     row = row_of(spec, name)
-    std = b_std if row.adapter == "b" else row.std
+    varied = row.adapter in ("b", "m") or (row.frozen and row.kind == "bias")
+    std = row.std or (b_std if varied else 0.0)
     if std == 0:
         return torch.full(tuple(shape), row.fill, dtype=dtype, device=device)
-    return normal(seed, name, global_shape, offsets, shape, std, dtype, device)
+    values = normal(seed, name, global_shape, offsets, shape, std, dtype, device)
+    return values + row.fill if row.fill else values
 
 
 Box = tuple[Tensor, Sequence[int]]

@@ -104,5 +104,7 @@ class LatentAndKey(Adaptable):
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         also_BTX, y_BTX = self.low_rank(x_BTD), linear(x_BTD, self.weight, recipe=self.recipe)
-        latent_BTL, k_BTP = (y_BTX if also_BTX is None else y_BTX + also_BTX).split(self.widths, -1)
+        factor_X = self.magnitude_factor(self.recipe)
+        y_BTX = y_BTX if also_BTX is None else y_BTX + also_BTX
+        latent_BTL, k_BTP = (y_BTX if factor_X is None else y_BTX * factor_X).split(self.widths, -1)
         return latent_BTL, k_BTP

@@ -3,13 +3,18 @@ quantised base; no torch.
 
 With an adapter a linear computes y = x W^T + s (x A^T) B^T. W (out, in) is frozen; A (r, in) and B (out, r) are
 trained. B is zero at first, so a run starts with the outputs of the base weights. Each routed expert has an A and a B
-of its own for each of its matrices, stacked as the matrices are: (E, r, in) and (E, out, r). Sources: Hu et al., LoRA,
-arXiv 2106.09685, section 4.1; Kalajdzievski, rsLoRA, arXiv 2312.03732, for s = alpha / sqrt(r).
+of its own for each of its matrices, stacked as the matrices are: (E, r, in) and (E, out, r).
+
+With DoRA an adapter also has a magnitude m (out,), and y = (x W^T + s (x A^T) B^T) m / |W + s B A|. The norm of each
+row is a constant in the backward pass. At first m is the norm of the rows of W.
+
+Sources: Hu et al., LoRA, arXiv 2106.09685, section 4.1; Kalajdzievski, rsLoRA, arXiv 2312.03732, for s = alpha /
+sqrt(r); Liu et al., DoRA, arXiv 2402.09353, sections 4.1 and 4.3.
 """
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 BaseType = Literal["compute", "int8", "nf4"]
 """The types of the frozen matrices of layers; `model/quantised.py` converts them."""
@@ -52,6 +57,13 @@ class LoraSpec:
             "its own mask. The base reads the whole input."
         },
     )
+    dora: bool = field(
+        default=False,
+        metadata={
+            "help": "Train also a magnitude for each output of a target, by which the row of W + s B A is multiplied "
+            "after it is divided by its norm (DoRA)."
+        },
+    )
     base: BaseType = field(
         default="compute",
         metadata={
@@ -81,11 +93,19 @@ def names(target: str, matrix: str) -> bool:
     return target in parts[:-1] and (target == "experts" or "experts" not in parts)
 
 
-def adapter_names(parameter: str) -> tuple[str, str]:
-    """Return the names of A and B of a matrix's parameter: `attention.q.lora_a` for `attention.q.weight`, and
-    `ffn.experts.up_lora_a` for `ffn.experts.up`, which is no module."""
+class AdapterNames(NamedTuple):
+    """The names of the parameters of a matrix's adapter."""
+
+    a: str
+    b: str
+    magnitude: str
+
+
+def adapter_names(parameter: str) -> AdapterNames:
+    """Return the names of A, B and the magnitude of a matrix's parameter: `attention.q.lora_a` for
+    `attention.q.weight`, and `ffn.experts.up_lora_a` for `ffn.experts.up`, which is no module."""
     begin = parameter.removesuffix("weight") if parameter.endswith(".weight") else f"{parameter}_"
-    return f"{begin}lora_a", f"{begin}lora_b"
+    return AdapterNames(f"{begin}lora_a", f"{begin}lora_b", f"{begin}lora_magnitude")
 
 
 @dataclass(frozen=True)

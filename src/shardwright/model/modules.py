@@ -59,8 +59,8 @@ def linear(
 def with_adapters(spec: ModelSizes, in_order: Iterable[Row]) -> Iterator[Row]:
     """Yield rows as the model has them: with `spec.lora` they are frozen, hidden matrices in the type of its base, and
     after each target come the rows of its adapter, `lora_a` (r, in) and `lora_b` (out, r), of experts (E, r, in) and
-    (E, out, r). A has the variance of PEFT's initial values, 1 / (3 in). The load of the experts, a statistic of the
-    last step, is not frozen."""
+    (E, out, r), and with DoRA `lora_magnitude` (out,). A has the variance of PEFT's initial values, 1 / (3 in). The
+    load of the experts, a statistic of the last step, is not frozen."""
     lora = spec.lora
     for row in in_order:
         if lora is None:
@@ -71,7 +71,7 @@ def with_adapters(spec: ModelSizes, in_order: Iterable[Row]) -> Iterator[Row]:
             continue
         (*experts, n_out, n_in), r = row.shape, lora.rank
         split_a, split_b = _ADAPTER_SPLITS[row.split]
-        name_a, name_b = adapter_names(row.name)
+        name_a, name_b, name_m = adapter_names(row.name)
         yield replace(
             row, name=name_a, shape=(*experts, r, n_in), split=split_a, std=(3 * n_in) ** -0.5, adapter="a",
             parts=(("lora_a", r),), heads=1, every_head=0,
@@ -80,6 +80,9 @@ def with_adapters(spec: ModelSizes, in_order: Iterable[Row]) -> Iterator[Row]:
             row, name=name_b, shape=(*experts, n_out, r), split=split_b, std=0.0, adapter="b", input=name_a,
             every_head=0,
         )  # fmt: skip
+        if lora.dora:
+            split_m: Split = "replicated" if row.split == "row" else row.split
+            yield Row(name=name_m, shape=row.shape[:-1], kind="bias", split=split_m, fill=1.0, adapter="m")
 
 
 _ADAPTER_SPLITS: dict[Split, tuple[Split, Split]] = {

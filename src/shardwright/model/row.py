@@ -13,7 +13,8 @@
 
 An adapter (`model/lora_sizes.py`) follows the matrix W: column: A is per_head, as every rank has the gradient from its
 own output features, and B is sharded as W; row: A is sharded as W, and B is per_head, as every rank has the gradient
-from its own input features; replicated: both are replicated; experts: both are sharded as W, by expert.
+from its own input features; replicated: both are replicated; experts: both are sharded as W, by expert. A magnitude is
+sharded as a bias of W is.
 
 Sources: Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3; Korthikanti et al., arXiv 2205.05198, section 4.2
 for token shards. No torch.
@@ -61,7 +62,8 @@ class Row:
     `counted`: whether published parameter counts include it.
     `width_ratio`, `depth_ratio`: of the model to the base model of muP (`model.mup`), the second in layers only; `std`
     follows the width already.
-    `adapter`: "a" or "b" for the two matrices of an adapter. `frozen`: only adapters are trained, and it is none.
+    `adapter`: "a" or "b" for the two matrices of an adapter, "m" for its magnitude. `frozen`: only adapters are
+    trained, and it is none.
     `stored`: "int8" or "nf4" for a frozen matrix that is stored in this type; "": in the type of matmuls.
     """
 
@@ -80,7 +82,7 @@ class Row:
     counted: bool = True
     width_ratio: float = 1.0
     depth_ratio: float = 1.0
-    adapter: Literal["", "a", "b"] = ""
+    adapter: Literal["", "a", "b", "m"] = ""
     frozen: bool = False
     stored: Literal["", "int8", "nf4"] = ""
 

@@ -150,6 +150,16 @@ class ModelSpec(ModelSizes):
                 f"lora.dropout={lora.dropout:g} with an adapter of {routed[0]}: peft has no dropout of adapters of "
                 f"experts; set lora.dropout=0, or leave experts out of lora.targets"
             )
+        if lora.dora and routed:
+            yield (
+                f"lora.dora=true with an adapter of {routed[0]}: peft has no DoRA of experts; set lora.dora=false, or "
+                f"leave experts out of lora.targets"
+            )
+        if lora.dora and lora.dropout:
+            yield (
+                f"lora.dora=true with lora.dropout={lora.dropout:g}: DoRA scales the output of the base too, which "
+                f"reads the whole input; set lora.dropout=0, or lora.dora=false"
+            )
         small = [(min(row.shape[-2:]), name) for name, row in matrices.items() if lora.takes(name)]
         if small and lora.rank > min(small)[0]:
             side, name = min(small)

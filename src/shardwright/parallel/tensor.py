@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from shardwright.layout.layout import Layout
 from shardwright.model import matmul
 from shardwright.model.dropout import Draw, KeyedDropout
-from shardwright.model.matmul import Adaptable, Linear, Recipe
+from shardwright.model.matmul import Adaptable, Linear, Recipe, times_magnitude
 from shardwright.model.modules import layer_rows, row_of
 from shardwright.model.norm import OffsetRMSNorm, RMSNorm
 from shardwright.model.row import Row
@@ -219,7 +219,7 @@ class SharedInput:
         adapted = [number for number, linear in enumerate(self.linears) if linear.lora_scale]
         weights = [local_part(linear.weight) for linear in self.linears]
         weights += [local_part(self.linears[number].lora_a) for number in adapted]
-        biases = [None if linear.bias is None else local_part(linear.bias) for linear in self.linears]
+        biases = [linear.added_bias for linear in self.linears]
         masks = [self.linears[number].input_mask() for number in adapted]
         recipes = [*[self.recipe] * len(self.linears), *masks]
         outputs = _ColumnProducts.apply(x_BTD, self.axis, recipes, *weights, *biases, *[None] * len(adapted))
@@ -239,10 +239,19 @@ class ColumnLinear(Adaptable):
         self.index = len(shared.linears)
         shared.linears.append(self)
 
+    @property
+    def added_bias(self) -> Tensor | None:
+        """The bias that the matmul adds; with DoRA none, because the bias is added to the scaled output."""
+        return None if self.bias is None or hasattr(self, "lora_magnitude") else local_part(self.bias)
+
     @torch.compiler.disable
     def forward(self, x_BTD: Tensor) -> Tensor:
         y_BTF, z_BTr = self.shared.output(self.index, x_BTD)
-        return y_BTF if z_BTr is None else y_BTF + self.widen(z_BTr)
+        y_BTF = y_BTF if z_BTr is None else y_BTF + self.widen(z_BTr)
+        factor_F = self.magnitude_factor(self.shared.recipe)
+        if factor_F is None:
+            return y_BTF
+        return times_magnitude(y_BTF, factor_F, None if self.bias is None else local_part(self.bias))
 
 
 class RowLinear(Adaptable):
@@ -261,12 +270,15 @@ class RowLinear(Adaptable):
     @torch.compiler.disable
     def forward(self, x_BTF: Tensor) -> Tensor:
         weight = local_part(self.weight)
-        saves_first = self.saves_first and torch.is_grad_enabled()
+        factor_D = self.magnitude_factor(self.recipe, lambda squares_D: start_sum(squares_D, self.axis.group).wait())
+        saves_first = self.saves_first and torch.is_grad_enabled() and factor_D is None
         also_BTD = self.low_rank(x_BTF)  # of this rank's features, so the reduction sums it too
         y_BTD: Tensor = _RowProduct.apply(x_BTF, weight, also_BTD, self.axis, saves_first, self.recipe)
         if saves_first:
             with torch.no_grad():
                 y_BTD.copy_(_row_product(x_BTF, weight, also_BTD, self.axis, self.recipe))
+        if factor_D is not None:
+            return times_magnitude(y_BTD, factor_D, self.bias)
         return y_BTD if self.bias is None else y_BTD + self.bias
 
 

@@ -38,13 +38,14 @@ from shardwright.training.weights import (
 
 BASE = "shardwright_base"
 """Key of the file's metadata with the fingerprint of the base's values."""
-_ENDING = re.compile("[._]lora_[ab]$")
-"""The end of the name of A or B, which follows the name of the matrix."""
+_ENDING = re.compile("[._]lora_(a|b|magnitude)$")
+"""The end of the name of A, B or a magnitude, which follows the name of the matrix."""
 
 
 class BaseWithAdapters:
-    """The weights W + s B A of a run with adapters, in the type of the base, computed in 32 bits or wider. If the run
-    quantises its base (`lora.base`), W are the values that the adapters were trained on.
+    """The weights W + s B A of a run with adapters, with DoRA times m / |W + s B A|, in the type of the base, computed
+    in 32 bits or wider. If the run quantises its base (`lora.base`), W are the values that the adapters were trained
+    on.
 
     Raises CheckpointError if the files of the base are quantised.
     """
@@ -66,15 +67,21 @@ class BaseWithAdapters:
 
     def read(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Return a box of a parameter, as `Weights.read`."""
+        name_a, name_b, name_m = adapter_names(name)
+        if name_m in self._weights.shapes and shape[-1] < self.shapes[name][-1]:
+            whole_rows = self.read(name, (*offsets[:-1], 0), (*shape[:-1], self.shapes[name][-1]))
+            return whole_rows[..., offsets[-1] : offsets[-1] + shape[-1]]
         box = torch.empty(tuple(shape), dtype=getattr(torch, self.dtypes[name]))
         fill_box(row_of(self._weights.spec, name), box, offsets, self.shapes[name], partial(self._weights.read, name))
-        name_a, name_b = adapter_names(name)
         if name_a not in self._weights.shapes:
             return box
         rank = self._weights.shapes[name_a][-2]
         a_RD = self._weights.read(name_a, (*offsets[:-2], 0, offsets[-1]), (*shape[:-2], rank, shape[-1]))
         b_FR = self._weights.read(name_b, (*offsets[:-1], 0), (*shape[:-1], rank))
-        return with_low_rank(box, a_RD, b_FR, self._scale)
+        magnitude_F = None
+        if name_m in self._weights.shapes:
+            magnitude_F = self._weights.read(name_m, offsets[:-1], shape[:-1])
+        return with_low_rank(box, a_RD, b_FR, self._scale, magnitude_F)
 
     def describe(self) -> str:
         """Return a description in one line."""
@@ -134,7 +141,7 @@ class ImportedAdapter:
     """
 
     def __init__(self, folder: Path, base: Weights) -> None:
-        self.path, self.left_out = folder, dict[str, str]()
+        self.path = folder
         plain = replace(base.spec, lora=None)
         architecture = _architecture_of(base, plain)
         matrices = adapted_matrices(architecture, plain)
@@ -145,6 +152,7 @@ class ImportedAdapter:
         shapes |= {name: tensor.shape for name, tensor in fused.items()}
         transposed |= {name for name, tensor in fused.items() if tensor.transposed}
         given = MergedAdapter(folder, shapes, transposed)
+        self.left_out = given.left_out
         if several := next((fused[matrix] for matrix in given.matrices if matrix in fused), None):
             parts = " and ".join(part.name for part in several.parts)
             raise CheckpointError(
@@ -155,9 +163,12 @@ class ImportedAdapter:
         of_experts: dict[str, dict[int, Tensor]] = {}
         for matrix in given.matrices:
             (name, expert), tensor = of_file[matrix]
-            a_RD, b_FR = given.factors(matrix)
-            ours = (a_RD, b_FR if tensor.order is None else b_FR[list(tensor.order)])
+            a_RD, *by_output = given.factors(matrix)
+            order = slice(None) if tensor.order is None else list(tensor.order)
+            ours = (a_RD, *(None if value is None else value[order] for value in by_output))
             for ours_name, value in zip(adapter_names(name), ours, strict=True):
+                if value is None:
+                    continue
                 if expert is None:
                     self._tensors[ours_name] = value
                 else:

@@ -362,8 +362,14 @@ def switched_off(case: Case, layout: Layout) -> Iterator[tuple[str, Setting]]:
         yield "accumulation", (_accumulating(case, layout, 1), layout)
     if case.spec.dropout:
         yield "dropout", (replace(case, spec=replace(case.spec, dropout=0.0)), layout)
-    if (lora := case.spec.lora) is not None and lora.dropout:
-        yield "lora.dropout", (replace(case, spec=replace(case.spec, lora=replace(lora, dropout=0.0))), layout)
+    for key, off in _OF_ADAPTERS.items():
+        if (lora := case.spec.lora) is not None and getattr(lora, key):
+            without: dict[str, Any] = {key: off}
+            yield f"lora.{key}", (replace(case, spec=replace(case.spec, lora=replace(lora, **without))), layout)
+
+
+_OF_ADAPTERS = {"dropout": 0.0, "dora": False}
+"""Keys of [lora] that can be switched off, with the value that does it."""
 
 
 def _accumulating(case: Case, layout: Layout, accumulation: int) -> Case:
@@ -393,7 +399,7 @@ def _name(setting: Setting) -> str:
     extra += ["stages of the batch"] if case.stages else []
     extra += [f"dropout {case.spec.dropout:g}"] if case.spec.dropout else []
     lora = case.spec.lora
-    extra += [f"lora.dropout {lora.dropout:g}"] if lora is not None and lora.dropout else []
+    extra += [f"lora.{key} {written(value)}" for key in _OF_ADAPTERS if (value := getattr(lora, key, None))]
     return ", ".join([str(layout), *extra])
 
 

@@ -16,6 +16,8 @@ _DROPPED: dict[str, Any] = {"lora": LoraSpec(rank=3, alpha=6.0, dropout=0.3)}
 _QUANTISED: dict[str, Any] = {"lora": LoraSpec(rank=3, alpha=6.0, base="nf4"), "d_ffn": 160}
 _IN_8_BITS = _QUANTISED | {"lora": LoraSpec(rank=3, alpha=6.0, base="int8")}
 _BASE_TESTS = "tests/training/test_quantised_base.py"
+_DORA: dict[str, Any] = {"lora": LoraSpec(rank=3, alpha=6.0, dora=True)}
+_DENSE = "tests/training/test_lora.py:check_that_dora_computes_as_dense_weights"
 _SPLIT, _TESTS = "shardwright.split.tensor:summed_over", "tests/training/test_lora.py"
 
 SCALE: dict[str, AnyBug] = {
@@ -46,6 +48,34 @@ SCALE: dict[str, AnyBug] = {
         ),
         "tests/hugging_face/test_peft.py:check_that_an_adapter_passes_unchanged",
         given=("mixtral",),
+    ),
+    "the norm of a row in DoRA is not a constant": UnitBug(
+        Mutation("shardwright.model.matmul:Adaptable.magnitude_factor", "torch.no_grad()", "torch.enable_grad()"),
+        _DENSE,
+        given=({},),
+    ),
+    "DoRA divides by the norm of a row of the base alone": UnitBug(
+        Mutation(
+            "shardwright.model.matmul:squares_of_rows",
+            "squares_F + (wide_b_Fr * (2 * aw_Fr + wide_b_Fr @ (wide_a_rD @ wide_a_rD.T))).sum(-1)",
+            "squares_F",
+        ),
+        _DENSE,
+        given=({},),
+    ),
+    "DoRA scales the bias": UnitBug(
+        Mutation("shardwright.model.matmul:times_magnitude", "scaled + bias_F", "scaled + bias_F * factor_F"),
+        _DENSE,
+        given=({"bias": True},),
+    ),
+    "DoRA scales the bias of a column-parallel matrix and adds it again": Bug(
+        Mutation(
+            f"{TENSOR}:ColumnLinear.added_bias",
+            "self.bias is None or hasattr(self, 'lora_magnitude')",
+            "self.bias is None",
+        ),
+        [TP],
+        spec=_DORA | {"bias": True},
     ),
     "the input's gradient lacks the part through an adapter": Bug(
         Mutation(
@@ -154,6 +184,18 @@ REDUCTION: dict[str, AnyBug] = {
         [Layout(tp=4, sequence_parallel=True)],
         spec=_LORA,
     ),
+    "DoRA divides the outputs of a row-parallel matrix by the norms of this rank's columns": Bug(
+        Mutation(
+            f"{TENSOR}:RowLinear.forward",
+            "self.magnitude_factor(self.recipe, lambda squares_D: start_sum(squares_D, self.axis.group).wait())",
+            "self.magnitude_factor(self.recipe)",
+        ),
+        [TP, SP],
+        spec=_DORA,
+    ),
+    "the gradients of magnitudes are not summed over token shards": Bug(
+        Mutation(_SPLIT, "layout.token_shards", "layout.token_shards and row.adapter != 'm'"), [SP], spec=_DORA
+    ),
     "the adapter of a row-parallel matrix is left out of the sum": Bug(
         Mutation(f"{TENSOR}:_row_product", "y_BTD if also_BTD is None else y_BTD.add_(also_BTD)", "y_BTD"),
         [TP],
@@ -213,6 +255,15 @@ RECOMPUTATION: dict[str, AnyBug] = {
     ),
 }
 FILES: dict[str, AnyBug] = {
+    "a part of a row is merged with the norm of that part": UnitBug(
+        Mutation(
+            "shardwright.hugging_face.adapter:MergedAdapter.merged",
+            "columns if magnitude_F is None else (0, a_RD.shape[1])",
+            "columns",
+        ),
+        "tests/hugging_face/test_adapter.py:check_boxes_with_dora",
+        given=("llama",),
+    ),
     "adapters are added to another base": UnitBug(
         Mutation(
             "shardwright.training.weights:AdaptedWeights.__init__",
@@ -232,5 +283,15 @@ RESUME: dict[str, AnyBug] = {
         ),
         (ONE, ZERO_3),
         replace(SPEC, **_LORA),
+    ),
+    "the magnitudes of adapters are not taken up": ResumeBug(
+        Mutation(
+            f"{STATE}:load",
+            "read_into(folder, manifest, tensors, stored_tensors(trainer))",
+            "read_into(folder, manifest, {k: v for k, v in tensors.items() if not k.endswith('lora_magnitude')}, "
+            "stored_tensors(trainer))",
+        ),
+        (ONE, ZERO_3),
+        replace(SPEC, **_DORA),
     ),
 }
