@@ -1,8 +1,8 @@
 """What a rank of a run does differently on the mock; a run file names this file under `extensions`.
 
 - Ranks of ep exchange equally many rows: the counts that kernels would have computed are not there.
-- The logged loss, gradient norm and load of experts are 1: memory that kernels would have written may hold any number,
-  and a record of a run refuses some.
+- The logged loss, gradient norm, metrics of pairs and load of experts are 1: memory that kernels would have written may
+  hold any number, and a record of a run refuses some.
 - Sampled tokens are the first of the vocabulary, and sums of evaluation are 1, for the same reason.
 - The machine may have less memory than a run keeps on the host: nothing touches most of it.
 - Once a step of the same kind has warmed up, steps may neither wait for the device nor copy from or to memory of the
@@ -19,6 +19,7 @@ from torch import Tensor
 from shardwright.generation.sampling import Sampling
 from shardwright.parallel import expert
 from shardwright.parallel.model import ExpertLoad
+from shardwright.parallel.preference import METRICS
 from shardwright.system.processes import UsableMemory
 from shardwright.training import numbers, settle, weights
 from shardwright.training.forward_backward import ForwardBackward
@@ -53,9 +54,10 @@ def one_each(self: ForwardBackward, *args: Any) -> Tensor:
 
 
 def numbers_of_ones(self: numbers.LogNumbers, *args: Any) -> dict[str, Any]:
-    """The numbers of a logged step, whose loss and norm are 1."""
+    """The numbers of a logged step, whose loss, norm and metrics of pairs are 1."""
     logged = _numbers(self, *args)
-    return logged and logged | {"loss": 1.0, "grad_norm": 1.0}
+    computed = {"loss", "grad_norm", *METRICS}
+    return {name: 1.0 if name in computed else value for name, value in logged.items()}
 
 
 def ones(load: ExpertLoad) -> ExpertLoad:
