@@ -171,7 +171,7 @@ def layouts() -> list[Case]:
                 "tp": (4, {"dp_replicate": 2, "tp": 2}),
             }.items()
         },
-        "topk ep": (2, {"model.preset": "debug-moe", "layout.dp_shard": 2, "layout.ep": 2} | TOPK),
+        "topk ep": (2, {"model.preset": "debug-moe", "layout.cp": 2, "layout.ep": 2} | TOPK),
         **each_schedule,
         "pp dualpipe": layout(2, {"batch.micro_batch": 2}, pp=2, pp_schedule="dualpipe"),
         "pp dualpipe-v": layout(2, {"batch.micro_batch": 2}, pp=2, pp_schedule="dualpipe-v"),
@@ -229,13 +229,13 @@ def verbs() -> list[Case]:
         "adapters zero 3": (2, BF16, (*adapters, *_set("layout.zero=3"))),
         "adapters tp": (2, BF16, (*adapters, *_set("layout.tp=2", "layout.dp_shard=1"))),
         "adapters dropout": (1, BF16, (*adapters, *_set("lora.dropout=0.1"))),
-        "adapters of experts": (1, MOE, (*adapters, *_set("lora.rank=8", of_experts, "lora.dropout=0.1"))),
+        "adapters of experts": (1, MOE, (*adapters, *_set("lora.rank=8", of_experts))),
         "adapters of experts ep": (2, MOE, (*adapters, *_set("lora.rank=8", of_experts, "layout.ep=2"))),
         **{
             f"adapters {base}": (1, BF16, (*adapters, *_set(f"lora.base={base}", "lora.dropout=0.1")))
             for base in ("int8", "nf4")
         },
-        "adapters nf4 zero 3": (2, BF16, (*adapters, *_set("lora.base=nf4", "layout.zero=3"))),
+        "adapters nf4 zero 2": (2, BF16, (*adapters, *_set("lora.base=nf4", "layout.zero=2"))),
         "adapters nf4 experts": (1, MOE, (*adapters, *_set("lora.rank=8", of_experts, "lora.base=nf4"))),
         "generate batch invariant": (1, BF16, (*generate, "--max-tokens", "8", "--batch-invariant")),
         "generate soft caps": (1, BF16 | WINDOWS | SOFTCAP, (*generate, "--max-tokens", "8")),

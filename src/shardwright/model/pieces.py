@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
+import numpy as np
+
 ROWS_TOGETHER = 512
 """The most queries of a masked piece that a kernel without windows computes at a time."""
 
@@ -102,16 +104,45 @@ def chunk_lengths(n_tokens: int, chunk: int) -> list[int]:
     return [min(chunk, n_tokens - start) for start in range(0, n_tokens, chunk)]
 
 
+def _in_chunks(lengths: Sequence[int], window: int, chunked: bool) -> tuple[Sequence[int], int]:
+    """Return the lengths of the chunks of documents, which have no window, or of the documents."""
+    return (
+        ([chunk for length in lengths for chunk in chunk_lengths(length, window)], 0) if chunked else (lengths, window)
+    )
+
+
 @lru_cache(maxsize=256)
 def causal_pieces(
     sequences: tuple[tuple[int, ...], ...], window: int = 0, chunked: bool = False
 ) -> tuple[AttentionPiece, ...]:
     """Return causal attention within the documents of all sequences on one device, given by the tokens of each, with a
     `window` to the last `window` tokens only, a token itself included, or, if `chunked`, to its chunk."""
-    lengths: Sequence[int] = [length for row in sequences for length in row]
-    if chunked:
-        lengths, window = [chunk for length in lengths for chunk in chunk_lengths(length, window)], 0
+    lengths, window = _in_chunks([length for row in sequences for length in row], window, chunked)
     documents = [slice(start, stop) for start, stop in pairwise([0, *accumulate(lengths)])]
     return tuple(
         AttentionPiece(at, at, causal=True, window=window if window < at.stop - at.start else 0) for at in documents
     )
+
+
+def first_keys(lengths: Sequence[int], window: int = 0, chunked: bool = False) -> np.ndarray:
+    """Return the first token that each token of the documents reads, int32 (N,): of its document, its chunk or its
+    window. Tokens are numbered over all documents."""
+    lengths, window = _in_chunks(lengths, window, chunked)
+    starts_N = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
+    if window:
+        starts_N = np.maximum(starts_N, np.arange(len(starts_N)) - window + 1)
+    return starts_N.astype(np.int32)
+
+
+def refuses_fused_caps(*, gpu: bool, element_bytes: float, width: int, sinks: bool, cp: int = 1) -> str | None:
+    """Return why a layer with a soft cap is computed some rows at a time, or None if one kernel computes it
+    (`flex.py`). `width`: of a head; `element_bytes`: of the type of matmuls."""
+    if not gpu:
+        return "FlexAttention has no gradients on CPUs"
+    if element_bytes != 2:
+        return "the matmuls of FlexAttention are in 16 bits"
+    if width % 8 or not 16 <= width <= 256:
+        return f"FlexAttention needs heads of 16 to 256 elements, a multiple of 8, and they have {width}"
+    if sinks:
+        return "FlexAttention has no sinks"
+    return "keys of other ranks of cp are merged step by step" if cp > 1 else None
