@@ -133,8 +133,13 @@ def attend(
 
 def fuses_caps(q_BTHC: Tensor, rule: AttentionRule) -> bool:
     """Return whether one kernel computes a soft cap for queries of this device, type and width."""
-    kind = {"gpu": device_type(q_BTHC) == "cuda", "element_bytes": q_BTHC.element_size(), "width": q_BTHC.shape[-1]}
-    return refuses_fused_caps(**kind, sinks=rule.sinks_H is not None) is None
+    refused = refuses_fused_caps(
+        gpu=device_type(q_BTHC) == "cuda",
+        element_bytes=q_BTHC.element_size(),
+        width=q_BTHC.shape[-1],
+        sinks=rule.sinks_H is not None,
+    )
+    return refused is None
 
 
 @torch.compiler.disable  # masks differ from one micro-batch to the next; the kernel is compiled by itself

@@ -62,7 +62,6 @@ def compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention)
 
 
-@lru_cache(maxsize=8)
 def soft_cap(softcap: float) -> Callable[..., Tensor]:
     """Return the function of a score that FlexAttention calls."""
 
@@ -72,7 +71,6 @@ def soft_cap(softcap: float) -> Callable[..., Tensor]:
     return capped
 
 
-@lru_cache(maxsize=8)  # all layers of a micro-batch share a mask, and without documents all micro-batches
 def block_mask(lengths: tuple[int, ...], window: int, chunked: bool, device: torch.device) -> BlockMask:
     """Return the mask of documents of `lengths` tokens on a device, with its tables of squares."""
     first_N = first_keys(lengths, window, chunked)
@@ -86,6 +84,10 @@ def block_mask(lengths: tuple[int, ...], window: int, chunked: bool, device: tor
 
     shape, size = (len(first_N), len(first_N)), (SQUARE, SQUARE)
     return BlockMask(shape, n_kv, kv, n_full_kv, full_kv, n_q, q, n_full_q, full_q, size, is_read)
+
+
+kept_mask = lru_cache(maxsize=8)(block_mask)
+"""All layers of a micro-batch share a mask, and without documents all micro-batches do."""
 
 
 def squares(first_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
