@@ -55,7 +55,16 @@ def tables_name_every_square_with_a_score(lengths: tuple[int, ...]) -> None:
     documents_N = np.repeat(np.arange(len(lengths)), lengths)
     places_N = np.concatenate([np.arange(length) for length in lengths])
     distance_NN = np.arange(n_tokens)[:, None] - np.arange(n_tokens)
-    for window, chunked in [(0, False), (1, False), (100, False), (128, False), (300, False), (96, True), (256, True)]:
+    for window, chunked in [
+        (0, False),
+        (1, False),
+        (2, False),
+        (100, False),
+        (128, False),
+        (300, False),
+        (96, True),
+        (256, True),
+    ]:
         seen_NN = (distance_NN >= 0) & (documents_N[:, None] == documents_N)
         if chunked:
             seen_NN &= places_N[:, None] // window == places_N // window

@@ -42,12 +42,12 @@ def attend(
 ) -> Tensor:
     """Return attention with a soft cap, within documents if given, and within a window or chunks; (B, T, H, C).
     `kernel`: computes `flex_attention`; by default its compiled form."""
-    shape, whole = q_BTHC.shape[:2], (q_BTHC, k_BTKC, v_BTKC)
-    lengths: tuple[int, ...] = (shape[1],)
+    tensors = [q_BTHC, k_BTKC, v_BTKC]
+    lengths: tuple[int, ...] = (q_BTHC.shape[1],)
     if documents is not None:  # one mask over the tokens of all sequences
         lengths = tuple(length for row in documents.lengths for length in row)
-        whole = tuple(x.flatten(0, 1).unsqueeze(0) for x in whole)
-    q_BHTC, k_BKTC, v_BKTC = (x.transpose(1, 2) for x in whole)
+        tensors = [x.flatten(0, 1).unsqueeze(0) for x in tensors]
+    q_BHTC, k_BKTC, v_BKTC = (x.transpose(1, 2) for x in tensors)
     mask = block_mask(lengths, window, chunked, q_BTHC.device)
     grouped = q_BHTC.shape[1] != k_BKTC.shape[1]
     o_BHTC: Tensor = (kernel or compiled())(

@@ -104,34 +104,29 @@ def chunk_lengths(n_tokens: int, chunk: int) -> list[int]:
     return [min(chunk, n_tokens - start) for start in range(0, n_tokens, chunk)]
 
 
-def _in_chunks(lengths: Sequence[int], window: int, chunked: bool) -> tuple[Sequence[int], int]:
-    """Return the lengths of the chunks of documents, which have no window, or of the documents."""
-    return (
-        ([chunk for length in lengths for chunk in chunk_lengths(length, window)], 0) if chunked else (lengths, window)
-    )
-
-
 @lru_cache(maxsize=256)
 def causal_pieces(
     sequences: tuple[tuple[int, ...], ...], window: int = 0, chunked: bool = False
 ) -> tuple[AttentionPiece, ...]:
     """Return causal attention within the documents of all sequences on one device, given by the tokens of each, with a
     `window` to the last `window` tokens only, a token itself included, or, if `chunked`, to its chunk."""
-    lengths, window = _in_chunks([length for row in sequences for length in row], window, chunked)
+    lengths: Sequence[int] = [length for row in sequences for length in row]
+    if chunked:
+        lengths, window = [chunk for length in lengths for chunk in chunk_lengths(length, window)], 0
     documents = [slice(start, stop) for start, stop in pairwise([0, *accumulate(lengths)])]
     return tuple(
         AttentionPiece(at, at, causal=True, window=window if window < at.stop - at.start else 0) for at in documents
     )
 
 
-def first_keys(lengths: Sequence[int], window: int = 0, chunked: bool = False) -> np.ndarray:
+def first_keys(lengths: tuple[int, ...], window: int = 0, chunked: bool = False) -> np.ndarray:
     """Return the first token that each token of the documents reads, int32 (N,): of its document, its chunk or its
     window. Tokens are numbered over all documents."""
-    lengths, window = _in_chunks(lengths, window, chunked)
-    starts_N = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
-    if window:
-        starts_N = np.maximum(starts_N, np.arange(len(starts_N)) - window + 1)
-    return starts_N.astype(np.int32)
+    pieces = causal_pieces((lengths,), window, chunked)
+    first_N = np.repeat([piece.rows.start for piece in pieces], [piece.n_rows for piece in pieces])
+    if window and not chunked:
+        first_N = np.maximum(first_N, np.arange(len(first_N)) - window + 1)
+    return first_N.astype(np.int32)
 
 
 def refuses_fused_caps(*, gpu: bool, element_bytes: float, width: int, sinks: bool, cp: int = 1) -> str | None:

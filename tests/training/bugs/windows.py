@@ -19,7 +19,11 @@ MASK: dict[str, AnyBug] = {
         Mutation(f"{BLOCKS}:_mask", "piece.shift - piece.window + 1", "piece.shift - piece.window"), FORMULA, (6,)
     ),
     "a window of FlexAttention has one token more": UnitBug(
-        Mutation("shardwright.model.pieces:first_keys", "len(starts_N)) - window + 1", "len(starts_N)) - window"),
+        Mutation(
+            "shardwright.model.pieces:first_keys",
+            "np.arange(len(first_N)) - window + 1",
+            "np.arange(len(first_N)) - window",
+        ),
         CAPPED,
         (6,),
     ),
@@ -33,7 +37,9 @@ MASK: dict[str, AnyBug] = {
         Mutation(f"{FLEX}:squares", "column >= high[:, None]", "column >= low[:, None]"), SQUARES, ((700,),)
     ),
     "FlexAttention leaves out a square of which one key is read": UnitBug(
-        Mutation(f"{FLEX}:squares", "column + SQUARE > low", "column + SQUARE > low + 1"), SQUARES, ((128, 128, 256),)
+        Mutation(f"{FLEX}:squares", "column + SQUARE > low[:, None]", "column + SQUARE > low[:, None] + 1"),
+        SQUARES,
+        ((128, 128, 256),),
     ),
     "the backward pass of FlexAttention has the squares of the forward pass": UnitBug(
         Mutation(f"{FLEX}:block_mask", "_ordered(seen_SS.T)", "_ordered(seen_SS)"), SQUARES, ((700,),)
