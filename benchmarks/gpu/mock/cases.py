@@ -161,6 +161,7 @@ def layouts() -> list[Case]:
         "zero 3 pairs": layout(2, PAIRS, dp_shard=2, zero=3),
         "tp pairs": layout(2, PAIRS, tp=2),
         "cp pairs": layout(2, PAIRS, cp=2),
+        "cp ring pairs": layout(4, PAIRS, cp=4, cp_method="ring"),
         "pp pairs": layout(2, PAIRS, pp=2),
         "shards": layout(2, {"data.path": "shards", "data.order": "shards"}, dp_shard=2),
         **{
@@ -187,6 +188,7 @@ def layouts() -> list[Case]:
         "ep placement zero 3 average": layout(
             4, MOE | {"average.kind": "ema"}, dp_shard=4, ep=2, zero=3, place_experts_every=2
         ),
+        "ep pp placement": layout(4, MOE, pp=2, dp_shard=2, ep=2, place_experts_every=1),
         "ep tp": layout(4, MOE, dp_shard=2, tp=2, ep=4),
         "ep pp": layout(4, MOE, pp=2, dp_shard=2, ep=2),
         "dp tp": layout(4, dp_shard=2, tp=2, zero=3),

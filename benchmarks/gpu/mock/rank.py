@@ -81,13 +81,15 @@ def equal_tokens(load: ExpertLoad, *args: Any) -> list[list[int]]:
 
 def note_ones(self: FiniteCheck, step: int, samples: Any, result: StepResult, overflowed: bool) -> None:
     """Note a step whose loss and norm are 1."""
-    ones = {name: torch.ones_like(getattr(result, name)) for name in ("loss_part", "gradient_norm")}
+    ones = {name: torch.ones_like(getattr(result, name), device="cpu") for name in ("loss_part", "gradient_norm")}
     _note(self, step, samples, replace(result, **ones), overflowed)
 
 
 def place_by_step(self: PlaceExperts, step: int, loads: list[list[int]]) -> None:
-    """Place experts by loads that are equal on all ranks and change with the step."""
-    _place(self, step, [[1 + (7 * step + 3 * expert) % 11 for expert in range(len(layer))] for layer in loads])
+    """Place experts by loads that are equal on all ranks and change with the step. Only experts of the first layer
+    move, so that a pipeline has a stage without messages."""
+    moving = [1 + (7 * step + 3 * expert) % 11 for expert in range(len(loads[0]))]
+    _place(self, step, [moving, *([1] * len(moving) for _ in loads[1:])])
 
 
 Sampling.choose = choose_first  # type: ignore[method-assign]
