@@ -111,7 +111,7 @@ class Part:
         if missing := [name for name in step.needs if importlib.util.find_spec(name) is None]:
             return self.write({"step": step.name, "skipped": f"needs {', '.join(missing)}"})
         if step.kernels and self.mock is not None:
-            return self.write({"step": step.name, "skipped": "kernels of the mock compute nothing"})
+            return self.write({"step": step.name, "skipped": "the mock has neither kernels nor CUDA graphs"})
         began_s = time.monotonic()
         more = dict(step.environment)
         words = step.command

@@ -13,9 +13,9 @@ class Step:
 
     A step with `settings` is a run of `train` with these keys, of `n_steps` steps. Otherwise `command` is what Python
     runs; in it OUT is the folder of results, WORK one for runs, TOKENS the data. `needs`: modules without which the
-    step is skipped. `kernels`: whether it is skipped on the mock, where kernels do nothing. `after`: whether it begins
-    when the steps before it have ended, also where some run together. `saves`: whether the run ends with a checkpoint,
-    of 12 bytes a parameter.
+    step is skipped. `kernels`: whether it is skipped on the mock, which has neither kernels nor CUDA graphs. `after`:
+    whether it begins when the steps before it have ended, also where some run together. `saves`: whether the run ends
+    with a checkpoint, of 12 bytes a parameter.
     """
 
     name: str
@@ -95,8 +95,8 @@ def smoke() -> list[Step]:
     runs += [
         Step("experts", 90, SMALL_EXPERTS, saves=True),
         Step("experts-compile", 120, SMALL_EXPERTS | COMPILE, saves=True),
-        Step("cuda-graphs", 120, SMALL | BF16 | GRAPHS, saves=True),
-        Step("experts-cuda-graphs", 120, SMALL_EXPERTS | GRAPHS, saves=True),
+        Step("cuda-graphs", 120, SMALL | BF16 | GRAPHS, saves=True, kernels=True),
+        Step("experts-cuda-graphs", 120, SMALL_EXPERTS | GRAPHS, saves=True, kernels=True),
         Step("soft-caps", 120, SMALL | BF16 | WINDOWS | {"model.attention_softcap": 50.0}, saves=True),
     ]
     generate = (
@@ -171,9 +171,9 @@ def rest() -> list[Step]:
         Step("2.6b-soft-caps", 90, CAPPED | chunks, 6),
         Step("2.4b-experts", 70, EXPERTS, 8),
         Step("2.4b-experts-compile", 90, EXPERTS | COMPILE, 8),
-        Step("2.4b-experts-cuda-graphs", 90, EXPERTS | GRAPHS, 8),
+        Step("2.4b-experts-cuda-graphs", 90, EXPERTS | GRAPHS, 8, kernels=True),
         Step("135m-compile", 90, FEW | COMPILE, 20),
-        Step("135m-cuda-graphs", 90, FEW | GRAPHS, 20),
+        Step("135m-cuda-graphs", 90, FEW | GRAPHS, 20, kernels=True),
         Step("1.7b-generate", 60, command=(*generate, "--max-tokens", "64", "--device", "cuda")),
         Step("measure", 240, command=measure),
         Step("plan-of-this-gpu", 30, command=(*plan, "--global-batch", "4", "--seq-len", "4096")),
