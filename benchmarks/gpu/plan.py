@@ -111,20 +111,22 @@ class Part:
         if missing := [name for name in step.needs if importlib.util.find_spec(name) is None]:
             return self.write({"step": step.name, "skipped": f"needs {', '.join(missing)}"})
         if step.kernels and self.mock is not None:
-            return self.write({"step": step.name, "skipped": "kernels of the mock compute nothing"})
+            return self.write({"step": step.name, "skipped": "the mock has neither kernels nor CUDA graphs"})
         began_s = time.monotonic()
         more = dict(step.environment)
         words = step.command
         if step.settings is not None:
             run_file, probe = self.work / f"{step.name}.toml", self.work / f"{step.name}.json"
-            run_file.write_text(self.run_file(step, step.settings))
+            every = self.settings(step, step.settings)
+            run_file.write_text(toml(every))
             probe.unlink(missing_ok=True)
             more |= {"GPU_PROBE": str(probe)} | ({} if step.saves else {"GPU_SAVES_NOTHING": "1"})
             words = ("-m", "shardwright", "train", str(run_file))
         code, output = self.python(words, step.limit_s, **more)
         record: dict[str, Any] = {"step": step.name, "exit": code, "s": round(time.monotonic() - began_s, 1)}
         if step.settings is not None:
-            record |= measured(self.work / step.name, probe) | planned(run_file, self.accelerator)
+            record |= measured(self.work / step.name, probe)
+            record |= planned(every, self.work / f"{step.name}-plan.toml", self.accelerator)
             if code == 0 and record.get("steps", 0) < step.n_steps:
                 code = record["exit"] = f"{record.get('steps', 0)} of {step.n_steps} steps are in metrics.jsonl"
         elif code == 0 and output.rstrip().endswith("}"):
@@ -135,9 +137,9 @@ class Part:
             print("\n".join(line[:300] for line in output.splitlines()[-SHOWN_LINES:]), flush=True)
         self.write(record)
 
-    def run_file(self, step: Step, settings: Settings) -> str:
-        """The run file of a step, TOML."""
-        every: Settings = {
+    def settings(self, step: Step, settings: Settings) -> Settings:
+        """The settings of a step's run file."""
+        return {
             "out": str(self.fresh(step.name)),
             "steps": step.n_steps,
             "device": "cuda",
@@ -147,7 +149,6 @@ class Part:
             "evaluation.samples": 0,
             **settings,
         }
-        return toml(every)
 
     def fresh(self, name: str) -> Path:
         """The folder of a run; what an earlier try left there is renamed."""
@@ -174,13 +175,15 @@ def measured(run: Path, probe: Path) -> dict[str, Any]:
     return result | (json.loads(probe.read_text()) if probe.exists() else {})
 
 
-def planned(run_file: Path, accelerator: str) -> dict[str, Any]:
-    """The plan of a run file for one accelerator: tokens per second, and the most bytes allocated and reserved."""
+def planned(settings: Settings, run_file: Path, accelerator: str) -> dict[str, Any]:
+    """The plan of a run for one accelerator: tokens per second, and the most bytes allocated and reserved. It reads a
+    run file without the extensions, which it would not import: they change what is measured, not the run."""
     from shardwright.config import load
     from shardwright.config.settle import job_of
     from shardwright.cost.step import estimate
     from shardwright.system.errors import ShardwrightError
 
+    run_file.write_text(toml({key: value for key, value in settings.items() if key != "extensions"}))
     try:
         config = load(run_file)
         result = estimate(job_of(config, accelerator), config.layout.layout(), config.batch.micro_batch)

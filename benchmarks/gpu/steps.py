@@ -13,9 +13,9 @@ class Step:
 
     A step with `settings` is a run of `train` with these keys, of `n_steps` steps. Otherwise `command` is what Python
     runs; in it OUT is the folder of results, WORK one for runs, TOKENS the data. `needs`: modules without which the
-    step is skipped. `kernels`: whether it is skipped on the mock, where kernels do nothing. `after`: whether it begins
-    when the steps before it have ended, also where some run together. `saves`: whether the run ends with a checkpoint,
-    of 12 bytes a parameter.
+    step is skipped. `kernels`: whether it is skipped on the mock, which has neither kernels nor CUDA graphs. `after`:
+    whether it begins when the steps before it have ended, also where some run together. `saves`: whether the run ends
+    with a checkpoint, of 12 bytes a parameter.
     """
 
     name: str
@@ -35,11 +35,20 @@ COMPILE = {"precision.compile": True}
 GRAPHS = COMPILE | {"precision.cuda_graphs": True}
 TENSORWISE = {"precision.fp8": "tensorwise"}
 SMALL = {"model.preset": "debug", "batch.seq_len": 256, "batch.global_batch": 8, "batch.micro_batch": 2}
+WINDOWS = {"model.window": 64, "model.global_interval": 2}
+LINEAR = {
+    "model.linear_attention.n_k_heads": 2,
+    "model.linear_attention.n_v_heads": 4,
+    "model.linear_attention.k_dim": 16,
+    "model.linear_attention.v_dim": 16,
+    "model.linear_attention.full_interval": 2,
+}
 SMALL_EXPERTS = SMALL | BF16 | {"model.preset": "debug-moe"}
 LARGE = BF16 | {"model.preset": "smollm2-1.7b", "batch.seq_len": 4096, "batch.global_batch": 4, "batch.micro_batch": 4}
 FEW = LARGE | {"model.preset": "smollm2-135m", "batch.seq_len": 1024}
 """So little work for each launch that a GPU waits for the host."""
 LONG = BF16 | {"model.preset": "llama-3.2-1b", "batch.seq_len": 32768, "batch.global_batch": 1, "batch.micro_batch": 1}
+CAPPED = BF16 | {"model.preset": "gemma2-2b", "batch.seq_len": 8192, "batch.global_batch": 1, "batch.micro_batch": 1}
 EXPERTS = BF16 | {
     "model.preset": "qwen3-0.6b",
     "model.moe.n_experts": 16,
@@ -78,13 +87,17 @@ def smoke() -> list[Step]:
         "offload-activations": BF16 | on_host,
         "async-checkpoints": BF16 | {"checkpoint.every": 2, "checkpoint.async_mode": "async"},
         "spikes": BF16 | {"faults.spike": "skip"},
+        "windows": BF16 | WINDOWS,
+        "linear-attention": BF16 | LINEAR,
+        "average": BF16 | {"average.kind": "ema", "average.device": "cpu"},
     }
     runs = [Step(name, 90, SMALL | each, saves=True) for name, each in settings.items()]
     runs += [
         Step("experts", 90, SMALL_EXPERTS, saves=True),
         Step("experts-compile", 120, SMALL_EXPERTS | COMPILE, saves=True),
-        Step("cuda-graphs", 120, SMALL | BF16 | GRAPHS, saves=True),
-        Step("experts-cuda-graphs", 120, SMALL_EXPERTS | GRAPHS, saves=True),
+        Step("cuda-graphs", 120, SMALL | BF16 | GRAPHS, saves=True, kernels=True),
+        Step("experts-cuda-graphs", 120, SMALL_EXPERTS | GRAPHS, saves=True, kernels=True),
+        Step("soft-caps", 120, SMALL | BF16 | WINDOWS | {"model.attention_softcap": 50.0}, saves=True),
     ]
     generate = (
         *SHARDWRIGHT,
@@ -97,12 +110,16 @@ def smoke() -> list[Step]:
         "--device",
         "cuda",
     )
+    keys = ("init.weights='WORK/bf16'", "lora.rank=8", "lora.base='nf4'", "lora.dropout=0.1", "out='WORK/adapters-nf4'")
+    adapters = (*SHARDWRIGHT, "train", "WORK/bf16.toml", *(word for key in keys for word in ("--set", key)))
     score = (*SHARDWRIGHT, "eval", "WORK/bf16", "--data", "TOKENS", "--device", "cuda")
     tests = ("-m", "pytest", "-q", "--tb=short", "-m", "gpu", "-p", "no:cacheprovider", *files_of_gpu_tests())
     return [
         Step("tests", 180, command=tests, needs=("pytest", "hypothesis"), kernels=True),
         *runs,
         Step("generate", 60, command=generate, after=True),
+        Step("generate-batch-invariant", 60, command=(*generate, "--batch-invariant"), after=True),
+        Step("adapters-nf4", 90, command=adapters, after=True),
         Step("eval", 60, command=score, after=True),
     ]
 
@@ -151,11 +168,12 @@ def rest() -> list[Step]:
         Step("1.7b-offload-activations", 70, LARGE | {"layout.offload_activations": "cpu"}, 8),
         Step("1.7b-offload-optimizer", 80, LARGE | {"layout.offload_optimizer": "cpu"}, 6, saves=True),
         Step("1b-32k", 80, LONG | chunks, 6),
+        Step("2.6b-soft-caps", 90, CAPPED | chunks, 6),
         Step("2.4b-experts", 70, EXPERTS, 8),
         Step("2.4b-experts-compile", 90, EXPERTS | COMPILE, 8),
-        Step("2.4b-experts-cuda-graphs", 90, EXPERTS | GRAPHS, 8),
+        Step("2.4b-experts-cuda-graphs", 90, EXPERTS | GRAPHS, 8, kernels=True),
         Step("135m-compile", 90, FEW | COMPILE, 20),
-        Step("135m-cuda-graphs", 90, FEW | GRAPHS, 20),
+        Step("135m-cuda-graphs", 90, FEW | GRAPHS, 20, kernels=True),
         Step("1.7b-generate", 60, command=(*generate, "--max-tokens", "64", "--device", "cuda")),
         Step("measure", 240, command=measure),
         Step("plan-of-this-gpu", 30, command=(*plan, "--global-batch", "4", "--seq-len", "4096")),

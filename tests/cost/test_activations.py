@@ -200,7 +200,8 @@ def of_one_layer(spec: ModelSpec, precision: str, parts: tuple[str, ...] = ()) -
 
 
 def test_scores_with_a_soft_cap_are_in_memory_where_no_kernel_caps_them():
-    """gemma2-2b: 8 heads; every second layer has a window of 4096 tokens."""
+    """gemma2-2b: 8 heads; every second layer has a window of 4096 tokens. A kernel of a GPU caps the scores of 16 bits,
+    except in the steps of a ring."""
     spec, seq_len = resolve("gemma2-2b"), 8192
     for block in blocks(spec):
         in_memory, in_kernel = (
@@ -210,8 +211,13 @@ def test_scores_with_a_soft_cap_are_in_memory_where_no_kernel_caps_them():
         keys = seq_len / 2
         assert in_memory.working[0] - in_kernel.working[0] == 3 * 4 * 512 * keys * 8 / 2
         assert in_memory.kept[0] == in_kernel.kept[0]
+        for precision, in_memory_bytes in ("bf16", []), ("fp32", [3 * 4 * 512 * seq_len * 8 / 2]):
+            with ledger.record() as entries:
+                of_type = replace(job(spec, SHARDWRIGHT, seq_len), precision=precision)
+                activations.layer(of_type, one(2, tp=2), replace(block, window=0))
+            assert [entry.value for entry in entries if entry.what == "capped scores"] == in_memory_bytes
     windowed = next(block for block in blocks(spec) if block.window)
     with ledger.record() as entries:
-        activations.layer(job(spec, SHARDWRIGHT, 4 * seq_len), one(), windowed)
+        activations.layer(job(spec, SHARDWRIGHT, 8 * seq_len), one(cp=2), windowed)
     (scores,) = (entry.value for entry in entries if entry.what == "capped scores")
     assert scores == 3 * 4 * 512 * (4096 - 1 + 512) * 8

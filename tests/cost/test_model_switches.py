@@ -31,7 +31,6 @@ STEP: dict[str, dict[str, Any]] = {
     "nope_interval": {"nope_interval": 4},
     "nope_layers": {"nope_layers": (1,)},
     "window": {"window": 128},
-    "attention_softcap": {"attention_softcap": 50.0},
     "logit_softcap": {"logit_softcap": 30.0},
     "attention_gate": {"attention_gate": True},
     "tied_embedding": {"tied_embedding": True},
@@ -59,6 +58,7 @@ NEGLECTED = {
     "qkv_bias": "its gradient is a sum over tokens; with it, predictions of published runs with biases get worse",
     "o_bias": "as qkv_bias",
     "attention_sinks": "one score for each head and token",
+    "attention_softcap": "a tanh of each score in the kernel; without one: tests/cost/test_activations.py",
     "temperature_interval": "changes the values of a table",
 }
 """Keys whose operation costs time that the formulas leave out."""

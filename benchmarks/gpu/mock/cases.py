@@ -12,6 +12,7 @@ Settings = dict[str, Any]
 @dataclass(frozen=True)
 class Case:
     """A run of `train`, and the commands that use it. In `then`, RUN is the run's folder and TOKENS the data.
+    `data.path` is one of the folders that check.py prepares: tokens, pairs or shards.
 
     `launched`: the command starts the ranks itself. `may_wait`: a step may read values
     back from the device, by docs/architecture.md.
@@ -33,13 +34,20 @@ WIDE = {"model.d_model": 128, "model.d_ffn": 256, "model.n_kv_heads": 4, "model.
 LATENT = {"kv_rank": 16, "q_rank": 24, "nope_dim": 8, "rope_dim": 8, "v_dim": 16}
 COMPILE = {"precision.compile": True}
 SHARED_EXPERT = {"model.moe.n_shared": 1, "model.moe.first_dense": 1}
+LINEAR = {f"model.linear_attention.{key}": n for key, n in {"n_k_heads": 2, "n_v_heads": 4, "k_dim": 16}.items()} | {
+    "model.linear_attention.v_dim": 16,
+    "model.linear_attention.full_interval": 2,
+}
+DOCUMENTS = {"data.attention": "document", "data.positions": "document"}
+PAIRS = DOCUMENTS | {"data.path": "pairs", "preference.kind": "dpo"}
+WINDOWS = {"model.window": 32, "model.global_interval": 2}
+SOFTCAP = {"model.attention_softcap": 50.0, "model.logit_softcap": 30.0}
 
 
 def single_device() -> list[Case]:
     """Every precision, saving of memory, optimizer and kind of model on one device."""
     recompute = {kind: {"layout.recompute": kind} for kind in ("selective", "full")}
     parts = {"layout.recompute_modules": ["norms", "activation", "attention", "rope"]}
-    documents = {"data.attention": "document", "data.positions": "document"}
     on_host = {"layout.offload_activations": "cpu", "layout.offload_min_bytes": 1024}
     settings: dict[str, Settings] = {
         "fp32": {},
@@ -58,9 +66,9 @@ def single_device() -> list[Case]:
         "recompute all parts": BF16 | recompute["selective"] | parts,
         "loss chunks": BF16 | {"layout.loss_chunk_tokens": 128},
         "loss chunks compile": BF16 | COMPILE | {"layout.loss_chunk_tokens": 128},
-        "documents": BF16 | documents,
-        "documents fp32": documents,
-        "documents compile": BF16 | COMPILE | documents,
+        "documents": BF16 | DOCUMENTS,
+        "documents fp32": DOCUMENTS,
+        "documents compile": BF16 | COMPILE | DOCUMENTS,
         "accumulation": BF16 | {"batch.micro_batch": 1},
         "dropout": BF16 | {"model.dropout": 0.1},
         "tied embeddings": BF16 | {"model.tied_embedding": True},
@@ -68,6 +76,18 @@ def single_device() -> list[Case]:
         "muP": BF16 | {"mup.base_width": 32, "mup.base_depth": 2},
         "average on the host": BF16 | {"average.kind": "ema", "average.device": "cpu"},
         "average": BF16 | {"average.kind": "lawa", "average.last": 2},
+        "average of the last": BF16 | {"average.kind": "last-k", "average.last": 2, "average.every": 2},
+        "windows": BF16 | WINDOWS,
+        "windows documents": BF16 | WINDOWS | DOCUMENTS,
+        "sinks": BF16 | WINDOWS | {"model.attention_sinks": True},
+        "soft caps": BF16 | WINDOWS | SOFTCAP,
+        "soft caps documents": BF16 | SOFTCAP | DOCUMENTS,
+        "linear attention": BF16 | LINEAR,
+        "linear attention documents": BF16 | LINEAR | DOCUMENTS,
+        "linear attention muon": BF16 | LINEAR | {"optimizer.name": "muon"},
+        "pairs": BF16 | PAIRS,
+        "pairs without a reference": BF16 | PAIRS | {"preference.kind": "simpo"},
+        "shards": BF16 | {"data.path": "shards", "data.order": "shards"},
         "qk norm": BF16 | {"model.qk_norm": True},
         "latent attention": BF16 | {"model.n_kv_heads": 4, "model.latent_attention": LATENT},
         "multi-token prediction": BF16 | {"model.mtp_modules": 1},
@@ -104,6 +124,9 @@ def layout(devices: int, settings: Settings | None = None, **keys: Any) -> tuple
     return devices, BF16 | {f"layout.{key}": value for key, value in keys.items()} | (settings or {})
 
 
+TOPK = {"layout.compress_gradients": "topk-4", "layout.zero": 0}
+
+
 def layouts() -> list[Case]:
     """Every axis, ZeRO stage, way of context parallelism and schedule, alone and together."""
     each_schedule = {
@@ -129,14 +152,43 @@ def layouts() -> list[Case]:
         **{f"cp {method}": layout(2, cp=2, cp_method=method) for method in ("zigzag", "ring", "allgather", "ulysses")},
         "cp usp": layout(4, cp=4, cp_method="usp", ulysses_degree=2),
         "cp documents": layout(2, {"data.attention": "document"}, cp=2),
+        "cp soft caps": layout(2, WINDOWS | SOFTCAP, cp=2),
+        "cp linear attention": layout(2, LINEAR, cp=2),
+        "tp linear attention": layout(2, LINEAR, tp=2),
+        "zero 3 linear attention muon": layout(2, LINEAR | {"optimizer.name": "muon"}, dp_shard=2, zero=3),
+        "zero 3 average": layout(2, {"average.kind": "ema"}, dp_shard=2, zero=3),
+        "zero 3 muP": layout(2, {"mup.base_width": 32, "mup.base_depth": 2}, dp_shard=2, zero=3),
+        "zero 3 pairs": layout(2, PAIRS, dp_shard=2, zero=3),
+        "tp pairs": layout(2, PAIRS, tp=2),
+        "cp pairs": layout(2, PAIRS, cp=2),
+        "cp ring pairs": layout(4, PAIRS, cp=4, cp_method="ring"),
+        "pp pairs": layout(2, PAIRS, pp=2),
+        "shards": layout(2, {"data.path": "shards", "data.order": "shards"}, dp_shard=2),
+        **{
+            f"topk {name}": (n, {f"layout.{key}": size for key, size in degrees.items()} | TOPK)
+            for name, (n, degrees) in {
+                "replicas": (2, {"dp_replicate": 2}),
+                "cp": (2, {"cp": 2}),
+                "tp": (4, {"dp_replicate": 2, "tp": 2}),
+            }.items()
+        },
+        "topk ep": (2, {"model.preset": "debug-moe", "layout.cp": 2, "layout.ep": 2} | TOPK),
         **each_schedule,
         "pp dualpipe": layout(2, {"batch.micro_batch": 2}, pp=2, pp_schedule="dualpipe"),
         "pp dualpipe-v": layout(2, {"batch.micro_batch": 2}, pp=2, pp_schedule="dualpipe-v"),
+        **{f"pp {how}": layout(2, pp=2, compress_pipeline=how) for how in ("int8", "fp8")},
+        "pp int8 interleaved": layout(2, pp=2, pp_schedule="interleaved-1f1b", compress_pipeline="int8"),
         "pp zero 3 by microbatch": layout(4, pp=2, dp_shard=2, zero=3, zero_pp_gather="microbatch"),
         "pp tied embeddings": layout(2, {"model.tied_embedding": True}, pp=2),
         "pp multi-token prediction": layout(2, {"model.mtp_modules": 1}, pp=2),
         "ep": layout(2, MOE, dp_shard=2, ep=2),
         "ep compile": layout(2, MOE | COMPILE | SHARED_EXPERT, dp_shard=2, ep=2),
+        "ep fp8 dispatch": layout(2, MOE, dp_shard=2, ep=2, compress_dispatch="fp8"),
+        "ep placement": layout(2, MOE, dp_shard=2, ep=2, place_experts_every=1),
+        "ep placement zero 3 average": layout(
+            4, MOE | {"average.kind": "ema"}, dp_shard=4, ep=2, zero=3, place_experts_every=2
+        ),
+        "ep pp placement": layout(4, MOE, pp=2, dp_shard=2, ep=2, place_experts_every=1),
         "ep tp": layout(4, MOE, dp_shard=2, tp=2, ep=4),
         "ep pp": layout(4, MOE, pp=2, dp_shard=2, ep=2),
         "dp tp": layout(4, dp_shard=2, tp=2, zero=3),
@@ -146,8 +198,9 @@ def layouts() -> list[Case]:
         "dp cp tp": layout(8, dp_shard=2, cp=2, tp=2, zero=3),
         "ep tp pp": layout(8, MOE, dp_shard=2, tp=2, pp=2, ep=2, pp_schedule="zb-h1"),
     }
+    waits = {"zero 3 offload parameters", "topk ep", *(name for name in rows if "placement" in name)}
     return [
-        Case(f"layout {name}", settings, devices, launched=name == "tp", may_wait="offload parameters" in name)
+        Case(f"layout {name}", settings, devices, launched=name == "tp", may_wait=name in waits)
         for name, (devices, settings) in rows.items()
     ]
 
@@ -162,6 +215,7 @@ def verbs() -> list[Case]:
     score = ("eval", "RUN", "--data", "TOKENS", "--samples", "8", "--device", "cuda")
     more = ("train", "RUN/run.toml", "--resume", "--set", "steps=6")
     adapters = ("train", "RUN/run.toml", *_set("init.weights=RUN", "lora.rank=4", "out=RUN/adapters"))
+    of_experts = "lora.targets=['experts']"
     commands: dict[str, tuple[int, Settings, tuple[str, ...]]] = {
         "generate": (1, BF16, (*generate, "--max-tokens", "8")),
         "generate greedy": (1, BF16, (*generate, "--max-tokens", "8", "--greedy")),
@@ -176,7 +230,26 @@ def verbs() -> list[Case]:
         "adapters compile": (1, BF16, (*adapters, *_set("precision.compile=true"))),
         "adapters zero 3": (2, BF16, (*adapters, *_set("layout.zero=3"))),
         "adapters tp": (2, BF16, (*adapters, *_set("layout.tp=2", "layout.dp_shard=1"))),
+        "adapters dropout": (1, BF16, (*adapters, *_set("lora.dropout=0.1"))),
+        "adapters of experts": (1, MOE, (*adapters, *_set("lora.rank=8", of_experts))),
+        "adapters of experts ep": (2, MOE, (*adapters, *_set("lora.rank=8", of_experts, "layout.ep=2"))),
+        **{
+            f"adapters {base}": (1, BF16, (*adapters, *_set(f"lora.base={base}", "lora.dropout=0.1")))
+            for base in ("int8", "nf4")
+        },
+        "adapters nf4 zero 2": (2, BF16, (*adapters, *_set("lora.base=nf4", "layout.zero=2"))),
+        "adapters nf4 experts": (1, MOE, (*adapters, *_set("lora.rank=8", of_experts, "lora.base=nf4"))),
+        "generate batch invariant": (1, BF16, (*generate, "--max-tokens", "8", "--batch-invariant")),
+        "generate soft caps": (1, BF16 | WINDOWS | SOFTCAP, (*generate, "--max-tokens", "8")),
+        "generate linear attention": (1, BF16 | LINEAR, (*generate, "--max-tokens", "8")),
         "resume": (1, BF16, more),
+        "resume average": (1, BF16 | {"average.kind": "ema"}, more),
+        "resume shards": (1, BF16 | {"data.path": "shards", "data.order": "shards"}, more),
+        "resume placement": (
+            2,
+            MOE | {"layout.ep": 2, "layout.place_experts_every": 1, "checkpoint.every": 2},
+            more,
+        ),
         "resume offload": (1, BF16 | {"layout.offload_optimizer": "cpu"}, more),
     }
     with_run = [

@@ -7,6 +7,7 @@ runs some of them, so a check goes on where it was stopped with the names that a
 """
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -49,7 +50,6 @@ def run_file(case: Case, out: Path, tokens: Path) -> str:
         "device": "cuda",
         "extensions": [str(Path(__file__).parent / "rank.py")],
         "model.preset": "debug",
-        "data.path": str(tokens),
         "batch.seq_len": SEQ_LEN,
         "batch.global_batch": 16,
         "batch.micro_batch": 2,
@@ -57,6 +57,7 @@ def run_file(case: Case, out: Path, tokens: Path) -> str:
         "evaluation.samples": 4,
         **case.settings,
     }
+    settings["data.path"] = str(tokens.with_name(settings.get("data.path", tokens.name)))
     return toml(settings)
 
 
@@ -175,17 +176,19 @@ def check_log(folder: Path) -> str:
 
 
 def prepare_tokens(folder: Path) -> Path:
-    """A data folder made from Python files of the standard library."""
+    """The folders of data that `cases.py` names, made from Python files of the standard library; the first of them."""
     text = folder / "text"
     text.mkdir()
     for name in ("argparse", "ast", "calendar", "cgitb", "codecs", "copy", "csv", "datetime", "decimal", "dis"):
         source = Path(os.__file__).with_name(f"{name}.py")
         if source.exists():
             shutil.copy(source, text)
-    run(
-        ["data", "prepare", "text", "--out", "tokens", "--vocab-size", "500", "--validation", "0.1"],
-        folder,
-    )
+    run(["data", "prepare", "text", "--out", "tokens", "--vocab-size", "500", "--validation", "0.1"], folder)
+    known = ["--tokenizer", "tokens/tokenizer.json", "--validation", "0.1"]
+    answers = [{"prompt": "import ", "chosen": f"module_{n}", "rejected": f"thing {n}"} for n in range(400)]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, answers)))
+    run(["data", "prepare", "pairs.jsonl", "--out", "pairs", "--format", "preference", *known], folder)
+    run(["data", "prepare", "text", "--out", "shards", "--publish", "--shard-tokens", "20000", *known], folder)
     return folder / "tokens"
 
 

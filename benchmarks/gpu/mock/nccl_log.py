@@ -11,6 +11,7 @@ _LINE = re.compile(
     r"(?P<op>\w+) (?P<group>\w+) (?P<rank>\d+)/(?P<size>\d+) count=(?P<count>\d+) dtype=(?P<dtype>\d+) "
     r"peer=(?P<peer>-?\d+) stream=(?P<stream>\S+) group=(?P<launch>\d+)"
 )
+_START = "init"
 _RENAMED = {"recv": "receive"}
 _DTYPES = [
     "int8",
@@ -30,25 +31,33 @@ _DTYPES = [
 
 @dataclass(frozen=True)
 class NcclLog:
-    """The calls of each rank of a run; `most_streams`: the largest number of streams on which a rank has used the same
-    communicator, which NCCL allows and orders by events."""
+    """The calls of each rank of a run, with the start of each communicator, which blocks a rank like a collective;
+    `sizes`: the number of ranks of each communicator; `most_streams`: the largest number of streams on which a rank has
+    used the same communicator, which NCCL allows and orders by events."""
 
     calls: dict[int, list[NcclCall]]
+    sizes: dict[str, int]
     most_streams: int
 
     @property
     def n_communicators(self) -> int:
         """Communicators that were used."""
-        return len({call.group for calls in self.calls.values() for call in calls})
+        return len({call.group for calls in self.calls.values() for call in calls if call.op != _START})
 
     @property
     def n_calls(self) -> int:
-        """Calls of all ranks."""
-        return sum(map(len, self.calls.values()))
+        """Calls of all ranks, without the starts of communicators."""
+        return sum(call.op != _START for calls in self.calls.values() for call in calls)
 
     def broken_rules(self) -> list[Disagreement[NcclCall]]:
-        """The rules of NCCL that the calls break."""
-        return broken_nccl_rules(self.calls)
+        """The rules of NCCL that the calls break. Ranks that start a communicator wait for all of its ranks."""
+        result = []
+        for group, size in self.sizes.items():
+            starts = {rank: call for rank, calls in self.calls.items() for call in calls if call[:2] == (_START, group)}
+            if len(starts) < size:
+                what = f"communicator {group} of {size} ranks is started by {len(starts)}"
+                result.append(Disagreement(what, tuple(starts), tuple(starts.values())))
+        return result or broken_nccl_rules(self.calls)
 
 
 def read_log(folder: Path) -> NcclLog:
@@ -65,11 +74,14 @@ def read_log(folder: Path) -> NcclLog:
                 members[match["group"]][int(match["rank"])] = _rank_of(path)
     calls: dict[int, list[NcclCall]] = defaultdict(list)
     streams: dict[tuple[int, str], set[str]] = defaultdict(set)
+    sizes: dict[str, int] = {}
     for path, matches in lines.items():
         rank = _rank_of(path)
         for match in matches:
-            if match["op"] in ("init", "split"):
+            if match["op"] == "split":
                 continue
+            if match["op"] == _START:
+                sizes[match["group"]] = int(match["size"])
             ranks, peer = members[match["group"]], int(match["peer"])
             call = NcclCall(
                 _RENAMED.get(match["op"], match["op"]),
@@ -78,11 +90,12 @@ def read_log(folder: Path) -> NcclLog:
                 int(match["count"]),
                 _DTYPES[int(match["dtype"])],
                 ranks[peer] if peer >= 0 else -1,
-                int(match["launch"]),
+                0 if match["op"] == _START else int(match["launch"]),
             )
             calls[rank].append(call)
-            streams[rank, match["group"]].add(match["stream"])
-    return NcclLog(dict(calls), max(map(len, streams.values()), default=0))
+            if match["op"] != _START:
+                streams[rank, match["group"]].add(match["stream"])
+    return NcclLog(dict(calls), sizes, max(map(len, streams.values()), default=0))
 
 
 def _rank_of(path: Path) -> int:

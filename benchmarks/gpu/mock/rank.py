@@ -1,8 +1,8 @@
 """What a rank of a run does differently on the mock; a run file names this file under `extensions`.
 
 - Ranks of ep exchange equally many rows: the counts that kernels would have computed are not there.
-- The logged loss, gradient norm and load of experts are 1: memory that kernels would have written may hold any number,
-  and a record of a run refuses some.
+- The logged loss, gradient norm, metrics of pairs and load of experts are 1: memory that kernels would have written may
+  hold any number, and a record of a run refuses some. Experts are placed by loads that are equal on all ranks.
 - Sampled tokens are the first of the vocabulary, and sums of evaluation are 1, for the same reason.
 - The machine may have less memory than a run keeps on the host: nothing touches most of it.
 - Once a step of the same kind has warmed up, steps may neither wait for the device nor copy from or to memory of the
@@ -11,6 +11,7 @@
 
 import ctypes
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,10 +20,13 @@ from torch import Tensor
 from shardwright.generation.sampling import Sampling
 from shardwright.parallel import expert
 from shardwright.parallel.model import ExpertLoad
+from shardwright.parallel.preference import METRICS
 from shardwright.system.processes import UsableMemory
 from shardwright.training import numbers, settle, weights
+from shardwright.training.expert_places import PlaceExperts
 from shardwright.training.forward_backward import ForwardBackward
-from shardwright.training.step import Trainer
+from shardwright.training.resilience.finite import FiniteCheck
+from shardwright.training.step import StepResult, Trainer
 
 WARM_UP = 2
 """Steps that may wait: the allocators, the compiler and the optimizer prepare what later steps use."""
@@ -39,7 +43,8 @@ expert.read_counts.__code__ = equal_counts.__code__
 
 _choose, _evaluation_sums = Sampling.choose, ForwardBackward.evaluation_sums
 _numbers, _expert_numbers = numbers.LogNumbers.numbers, numbers.expert_numbers
-_tokens_by_expert = numbers.tokens_by_expert
+_tokens_by_expert, _note = numbers.tokens_by_expert, FiniteCheck.note
+_place = PlaceExperts._place
 
 
 def choose_first(self: Sampling, *args: Any) -> Tensor:
@@ -53,9 +58,10 @@ def one_each(self: ForwardBackward, *args: Any) -> Tensor:
 
 
 def numbers_of_ones(self: numbers.LogNumbers, *args: Any) -> dict[str, Any]:
-    """The numbers of a logged step, whose loss and norm are 1."""
+    """The numbers of a logged step, whose loss, norm and metrics of pairs are 1."""
     logged = _numbers(self, *args)
-    return logged and logged | {"loss": 1.0, "grad_norm": 1.0}
+    computed = {"loss", "grad_norm", *METRICS}
+    return {name: 1.0 if name in computed else value for name, value in logged.items()}
 
 
 def ones(load: ExpertLoad) -> ExpertLoad:
@@ -73,8 +79,23 @@ def equal_tokens(load: ExpertLoad, *args: Any) -> list[list[int]]:
     return _tokens_by_expert(ones(load), *args)
 
 
+def note_ones(self: FiniteCheck, step: int, samples: Any, result: StepResult, overflowed: bool) -> None:
+    """Note a step whose loss and norm are 1."""
+    ones = {name: torch.ones_like(getattr(result, name), device="cpu") for name in ("loss_part", "gradient_norm")}
+    _note(self, step, samples, replace(result, **ones), overflowed)
+
+
+def place_by_step(self: PlaceExperts, step: int, loads: list[list[int]]) -> None:
+    """Place experts by loads that are equal on all ranks and change with the step. Only experts of the first layer
+    move, so that a pipeline has a stage without messages."""
+    moving = [1 + (7 * step + 3 * expert) % 11 for expert in range(len(loads[0]))]
+    _place(self, step, [moving, *([1] * len(moving) for _ in loads[1:])])
+
+
 Sampling.choose = choose_first  # type: ignore[method-assign]
 ForwardBackward.evaluation_sums = one_each  # type: ignore[method-assign]
+PlaceExperts._place = place_by_step  # type: ignore[method-assign]
+FiniteCheck.note = note_ones  # type: ignore[method-assign]
 numbers.LogNumbers.numbers = numbers_of_ones  # type: ignore[method-assign]
 numbers.expert_numbers, numbers.tokens_by_expert = equal_load, equal_tokens
 weights.count_not_finite = lambda tensor: 0

@@ -39,7 +39,7 @@ constexpr size_t filled_bytes = 4096;
 
 size_t filled_element_bytes(const char* kernel) {
   const char* functor = strstr(kernel, "11FillFunctorI");
-  if (!functor || !strstr(kernel, "elementwise_kernelI")) return 0;
+  if (!functor || !strstr(kernel, "d_elementwise_kernelI")) return 0;  // vectorized_ or unrolled_: not the strided one
   switch (functor[strlen("11FillFunctorI")]) {
     case 'b': case 'a': case 'h': return 1;
     case 's': return 2;

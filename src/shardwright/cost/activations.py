@@ -42,7 +42,7 @@ import numpy as np
 from shardwright.cost import ledger, recompute
 from shardwright.cost.blocks import BlockShape
 from shardwright.cost.formats import FORMATS
-from shardwright.cost.job import FULL, SELECTIVE, Candidates, Floats, Job
+from shardwright.cost.job import FULL, SELECTIVE, Candidates, Floats, Ints, Job
 from shardwright.cost.ledger import Formulas, greatest, plus
 from shardwright.cost.parameters import computed_share, elements, tp_shards, vocabulary_rows
 from shardwright.model.linear_sizes import LinearAttentionSpec
@@ -360,13 +360,13 @@ def _attention(job: Job, candidates: Candidates, f: Formulas, block: BlockShape)
         working = working + 4 * f.T * f.scanned + f.gathered_maps
     if stored:
         working = working + 2 * f.T * f.s * f.heads / f.tp * f.e
-    elif job.model.attention_softcap and not job.stack.caps_in_kernel and not linear:
-        _capped_scores(job, candidates, f, block)
+    elif not linear and np.any(in_memory := job.caps_in_memory(candidates)):
+        _capped_scores(job, candidates, f, block, in_memory)
         working = working + f.capped_scores
     f("working of attention", working, "gradients, and inputs gathered over tp and cp")
 
 
-def _capped_scores(job: Job, candidates: Candidates, f: Formulas, block: BlockShape) -> None:
+def _capped_scores(job: Job, candidates: Candidates, f: Formulas, block: BlockShape, in_memory: Ints) -> None:
     """Add the bytes of scores with a soft cap, of the rows of a sequence that are computed together: in the backward
     pass the scores, the slope of the cap and the gradient, in fp32. The keys are a rank's share over cp, at most a
     window and the rows. Ignored: that documents have fewer keys, and the mask of one byte, which all heads share."""
@@ -374,7 +374,7 @@ def _capped_scores(job: Job, candidates: Candidates, f: Formulas, block: BlockSh
     rows = np.minimum(keys, min(block.window or ROWS_TOGETHER, ROWS_TOGETHER))
     if block.window:
         keys = np.minimum(keys, block.window if block.chunked else block.window - 1 + rows)
-    f.add(rows_together=rows, keys_together=keys)
+    f.add(rows_together=rows * in_memory, keys_together=keys)
     three = f.constant(3) * 4 * f.rows_together * f.keys_together * (f.heads / f.tp)
     f("capped scores", three, "scores, slope and gradient in fp32; model/blocks.py")
 

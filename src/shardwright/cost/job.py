@@ -19,6 +19,7 @@ from shardwright.cost.hardware import Cluster
 from shardwright.cost.stack import SHARDWRIGHT, SHARDWRIGHT_COMPILED, Stack
 from shardwright.layout.keys import KEYS, RECOMPUTE
 from shardwright.layout.layout import Layout
+from shardwright.model.pieces import refuses_fused_caps
 from shardwright.model.spec import ModelSpec
 from shardwright.optimizers import OPTIMIZERS, OptimizerKind
 from shardwright.schedule.registry import Kind
@@ -132,6 +133,22 @@ class Job:
                 f"{' and no '.join(f'{name}_gb_per_s' for name in missing)}, the link to a memory of the host that is "
                 f"not its own and how fast an update is there; say them in a hardware file"
             )
+
+    def caps_in_memory(self, candidates: "Candidates") -> Ints:
+        """Return 1 for each candidate that computes the scores of attention with a soft cap in memory, some rows at a
+        time, and 0 for each that has them in a kernel, or has no soft cap."""
+        model, chip = self.model, self.cluster.accelerator
+        if not model.attention_softcap or self.stack.caps_in_kernel:
+            return np.zeros_like(candidates.cp)
+        refused = refuses_fused_caps(
+            gpu=not chip.is_cpu,
+            element_bytes=self.element_bytes,
+            width=model.head_dim,
+            sinks=model.attention_sinks,
+        )
+        if refused:
+            return np.ones_like(candidates.cp)
+        return ((candidates.cp > 1) & (candidates.shared.cp_method != "ulysses")).astype(np.int64)
 
     @property
     def tokens(self) -> int:

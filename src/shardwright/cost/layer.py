@@ -243,7 +243,7 @@ def _attend(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, bl
     f = Formulas("s", T=tokens, s=job.seq_len, heads=spec.n_heads, c=width, tp=candidates.tp, cp=candidates.cp)
     f.add({attended: n_attended})
     if job.stack.flash_attention:
-        source, formulas = _fused(f, job, block)
+        source, formulas = _fused(f, job, candidates, block)
     else:
         source, formulas = _stored(f, job, candidates)
     if candidates.shared.cp_method == "ring" and np.any(candidates.cp > 1):
@@ -255,14 +255,15 @@ def _attend(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, bl
     passes.add("attention", *(f(f"attention, {name}", each, source) for name, each in zip("FI", formulas, strict=True)))
 
 
-def _fused(f: Formulas, job: Job, block: BlockShape) -> tuple[str, list[Floats]]:
+def _fused(f: Formulas, job: Job, candidates: Candidates, block: BlockShape) -> tuple[str, list[Floats]]:
     """Return the source and the seconds of fused attention, forward and backward.
 
     It computes the half of the scores that is not masked, but whole blocks on the diagonal, at a fraction of the peak
     that grows with the head width and the length. Within documents it computes the scores of each document, with
     document_tokens instead of s; with a window w, w (2 s - w) / s of the scores of s tokens; with n whole chunks of w
-    and one of r, (n w^2 + r^2) / s. If a soft cap is in no kernel (`model.blocks.kernel_for`), scores are computed in
-    fp32, some rows at a time, and each operation on them reads and writes them.
+    and one of r, (n w^2 + r^2) / s. If a soft cap is in no kernel (`Job.caps_in_memory`), scores are computed in
+    fp32, some rows at a time, and each operation on them reads and writes them. A kernel with a soft cap is priced as
+    one without; no GPU has measured it.
     """
     attended, n_attended = job.attended
     fitted, chip, window = job.calibration, job.cluster.accelerator, block.window
@@ -273,18 +274,12 @@ def _fused(f: Formulas, job: Job, block: BlockShape) -> tuple[str, list[Floats]]
         of_chunks = (whole * f.window + (length - whole) * (length - whole)) / length
         of_window = f.window * (2 * length - f.window) / length
         length = f.let("attended_tokens", of_chunks if block.chunked else of_window)
-    capped = job.model.attention_softcap > 0 and not job.stack.caps_in_kernel
-    edge = ROWS_TOGETHER / 2 if capped else 64
+    in_memory = job.caps_in_memory(candidates)
+    edge = np.where(in_memory, ROWS_TOGETHER / 2, 64.0) if np.any(in_memory) else 64
     f("FLOPs of attention", 4 * f.T * length * (f.heads / f.tp) * f.c * (0.5 + edge / length), "of F", unit="FLOP")
     flops = f.FLOPs_of_attention
-    if capped:
-        f.add(wide_rate=reached_flops_per_s(job, fp32_or_wide(job)), element_rate=reached_bytes_per_s(job))
-        f.add(cap_bytes=CAP_BYTES, cap_bytes_I=CAP_BYTES_BACKWARD, cap_flops_I=CAP_FLOPS_BACKWARD)
-        scores = flops / (4 * f.c)
-        return "scores in memory, in fp32; model/blocks.py", [
-            flops / f.wide_rate + f.cap_bytes * scores / f.element_rate,
-            f.cap_flops_I * flops / f.wide_rate + f.cap_bytes_I * scores / f.element_rate,
-        ]
+    if np.all(in_memory):
+        return _capped(f, job, flops)
     f.add(
         c0=fitted.flash_width, s0=fitted.flash_length, rate=reached_flops_per_s(job, job.wide_precision),
         flash_share=fitted.flash(chip.die), flash_gain=job.stack.speed.on(chip.die).flash_gain,
@@ -293,7 +288,22 @@ def _fused(f: Formulas, job: Job, block: BlockShape) -> tuple[str, list[Floats]]
     reached = f.flash_share * f.c / (f.c + f.c0) * length / (length + f.s0)
     f("rate of attention", f.rate * reached * f.flash_gain, "cost/calibration.toml, cost/speed.py", unit="FLOP/s")
     seconds = [flops / f.rate_of_attention, flops * f.flash_backward / f.rate_of_attention]
+    if np.any(in_memory):
+        f.add(in_memory=in_memory)
+        capped = zip(seconds, _capped(f, job, flops)[1], strict=True)
+        seconds = [fused + f.in_memory * (other - fused) for fused, other in capped]
     return "Dao, arXiv 2307.08691, section 3", seconds
+
+
+def _capped(f: Formulas, job: Job, flops: Floats) -> tuple[str, list[Floats]]:
+    """Return the source and the seconds of attention with a soft cap that is in no kernel, forward and backward."""
+    f.add(wide_rate=reached_flops_per_s(job, fp32_or_wide(job)), element_rate=reached_bytes_per_s(job))
+    f.add(cap_bytes=CAP_BYTES, cap_bytes_I=CAP_BYTES_BACKWARD, cap_flops_I=CAP_FLOPS_BACKWARD)
+    scores = flops / (4 * f.c)
+    return "scores in memory, in fp32; model/blocks.py", [
+        flops / f.wide_rate + f.cap_bytes * scores / f.element_rate,
+        f.cap_flops_I * flops / f.wide_rate + f.cap_bytes_I * scores / f.element_rate,
+    ]
 
 
 def _stored(f: Formulas, job: Job, candidates: Candidates) -> tuple[str, list[Floats]]:

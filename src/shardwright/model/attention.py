@@ -10,16 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwright.model import flex
 from shardwright.model.batch_invariant import is_batch_invariant
+from shardwright.model.device_type import device_type
 from shardwright.model.documents import Documents
 from shardwright.model.matmul import Linear
 from shardwright.model.norm import head_norm
 from shardwright.model.piece_attention import AttentionRule, piece_attention
+from shardwright.model.pieces import refuses_fused_caps
 from shardwright.model.recompute import part
 from shardwright.model.rotary import rotate
 from shardwright.model.spec import ModelSpec
 from shardwright.model.varlen import cumulative, has_varlen
-from shardwright.system.torch_private import varlen_attention
+from shardwright.system.torch_private import FakeTensor, varlen_attention
 
 Attend = Callable[..., Tensor]
 """(q_BTHC, k_BTKC, v_BTKC, documents or None) -> o_BTHC; in a layer with an `AttentionRule` this is a fifth
@@ -119,11 +122,36 @@ def attend(
     (B, T, H, C)."""
     if rule is None and is_batch_invariant():
         rule = AttentionRule()
+    if rule is not None and rule.softcap and not is_batch_invariant() and fuses_caps(q_BTHC, rule):
+        return capped_attention(q_BTHC, k_BTKC, v_BTKC, documents, rule)
     if rule is not None:
         return piece_attention(q_BTHC, k_BTKC, v_BTKC, documents, rule)
     if documents is None:
         return causal_attention(q_BTHC, k_BTKC, v_BTKC)
     return document_attention(q_BTHC, k_BTKC, v_BTKC, documents.lengths)
+
+
+def fuses_caps(q_BTHC: Tensor, rule: AttentionRule) -> bool:
+    """Return whether one kernel computes a soft cap for queries of this device, type and width."""
+    refused = refuses_fused_caps(
+        gpu=device_type(q_BTHC) == "cuda",
+        element_bytes=q_BTHC.element_size(),
+        width=q_BTHC.shape[-1],
+        sinks=rule.sinks_H is not None,
+    )
+    return refused is None
+
+
+@torch.compiler.disable  # masks differ from one micro-batch to the next; the kernel is compiled by itself
+def capped_attention(
+    q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, documents: Documents | None, rule: AttentionRule
+) -> Tensor:
+    """Return attention with a soft cap in one kernel. In a dry run, whose tensors have no values, return attention by
+    the same rule without the cap: its kernels read and keep as much."""
+    if isinstance(q_BTHC, FakeTensor):
+        without = AttentionRule(rule.window, chunked=rule.chunked) if rule.window else None
+        return attend(q_BTHC, k_BTKC, v_BTKC, documents, without)
+    return flex.attend(q_BTHC, k_BTKC, v_BTKC, documents, rule.softcap, rule.window, chunked=rule.chunked)
 
 
 def causal_attention(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
+import numpy as np
+
 ROWS_TOGETHER = 512
 """The most queries of a masked piece that a kernel without windows computes at a time."""
 
@@ -115,3 +117,27 @@ def causal_pieces(
     return tuple(
         AttentionPiece(at, at, causal=True, window=window if window < at.stop - at.start else 0) for at in documents
     )
+
+
+def first_keys(lengths: tuple[int, ...], window: int = 0, chunked: bool = False) -> np.ndarray:
+    """Return the first token that each token of the documents reads, int32 (N,): of its document, its chunk or its
+    window. Tokens are numbered over all documents."""
+    pieces = causal_pieces((lengths,), window, chunked)
+    first_N = np.repeat([piece.rows.start for piece in pieces], [piece.n_rows for piece in pieces])
+    if window and not chunked:
+        first_N = np.maximum(first_N, np.arange(len(first_N)) - window + 1)
+    return first_N.astype(np.int32)
+
+
+def refuses_fused_caps(*, gpu: bool, element_bytes: float, width: int, sinks: bool, cp: int = 1) -> str | None:
+    """Return why a layer with a soft cap is computed some rows at a time, or None if one kernel computes it
+    (`flex.py`). `width`: of a head; `element_bytes`: of the type of matmuls."""
+    if not gpu:
+        return "FlexAttention has no gradients on CPUs"
+    if element_bytes != 2:
+        return "the matmuls of FlexAttention are in 16 bits"
+    if width % 8 or not 16 <= width <= 256:
+        return f"FlexAttention needs heads of 16 to 256 elements, a multiple of 8, and they have {width}"
+    if sinks:
+        return "FlexAttention has no sinks"
+    return "keys of other ranks of cp are merged step by step" if cp > 1 else None

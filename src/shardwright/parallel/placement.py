@@ -87,6 +87,8 @@ class ExpertPlaces:
         for name in sorted(tensors):
             if tensors[name].dim() and self._is_moved(name):
                 by_layer[layer_of(parameter_of(name))].append(name)
+        assert dist.group.WORLD is not None
+        point_to_point.connect(dist.group.WORLD)  # a stage of a pipeline may have no expert that moves
         sent = 0
         for layer, names in by_layer.items():
             position = {expert: at for at, expert in enumerate(before[layer])}

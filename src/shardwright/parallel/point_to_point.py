@@ -7,7 +7,9 @@ PyTorch's Flight Recorder records a rank's collectives, but no messages on gloo.
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -66,9 +68,25 @@ def waited_for() -> list[PendingMessage]:
     return list(_waited_for)
 
 
+_connected: WeakSet[dist.ProcessGroup] = WeakSet()
+
+
+def connect(group: dist.ProcessGroup) -> None:
+    """Start NCCL's communicator of a group with a message of all of its ranks, at the first call for the group.
+
+    NCCL starts a communicator at its first message and waits for all ranks of the group. Ranks that have a message
+    would wait for ranks that have none. Every rank of the group calls this at the same place."""
+    if group not in _connected and "nccl" in str(dist.get_backend_config(group)):
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+    _connected.add(group)
+
+
 def start(messages: Sequence[TensorMessage], group: dist.ProcessGroup, axis: str, tag: int = 0) -> list[PendingMessage]:
     """Start messages, on NCCL in one launch in which none waits for another. Messages of one `tag` between two ranks
-    arrive in the order in which they were sent. `axis`: the axis of the layout along which the group lies."""
+    arrive in the order in which they were sent. `axis`: the axis of the layout along which the group lies. In a group
+    of three or more ranks every rank calls this, also without a message, or has called `connect` before."""
+    if group.size() > 2:
+        connect(group)
     if not messages:
         return []
     ranks, here = dist.get_process_group_ranks(group), dist.get_rank()

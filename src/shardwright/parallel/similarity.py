@@ -68,9 +68,9 @@ def _most_similar(model: ParallelModel, layers: Iterable[tuple[int, list[Tensor]
     for layer, tensors in layers:
         rows_ES = F.normalize(torch.cat([tensor.float() for tensor in tensors], 1), dim=-1)
         cosines_EE = (rows_ES @ rows_ES.T).fill_diagonal_(-1.0)
-        place = cosines_EE.argmax()
+        largest, place = cosines_EE.flatten().max(0)  # no index into a tensor, which would wait for the device
         pair = torch.stack([place // len(rows_ES), place % len(rows_ES)]).sort().values
-        most_L3[layer] = torch.cat([cosines_EE.flatten()[place][None].double(), pair.double()])
+        most_L3[layer] = torch.cat([largest[None].double(), pair.double()])
     if model.groups.pp is not None:
         dist.all_reduce(most_L3, dist.ReduceOp.MAX, group=model.groups.pp)
     return most_L3

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend
 from shardwright.config import RunConfig
 from shardwright.cost.hardware import Accelerator, packaged_accelerators
 from shardwright.cost.pools import MAPPED_BYTES
+from shardwright.model.pieces import refuses_fused_caps
 from shardwright.system.torch_private import fused_attention_choice
 
 _ATTENTION = {
@@ -72,12 +73,21 @@ def accelerator_of_name(name: str) -> Accelerator | None:
 
 
 def attention_kernels(config: RunConfig, device: torch.device) -> str | None:
-    """Describe the kernels that PyTorch selects for the attention of a run. None if it does not choose: on a CPU,
-    over ranks of cp, and within documents."""
+    """Describe the kernels of a run's attention: with a soft cap FlexAttention, or why not, otherwise the kernels that
+    PyTorch selects. None if there is no choice: on a CPU, and without a soft cap over ranks of cp and within documents.
+    """
     layout, spec = config.layout.layout(), config.spec()
-    if device.type != "cuda" or layout.cp > 1 or config.data.attention == "document":
+    if device.type != "cuda":
         return None
     dtype = DTYPES[config.precision.compute]
+    if spec.attention_softcap:
+        cp = 1 if layout.cp_method == "ulysses" else layout.cp
+        refused = refuses_fused_caps(
+            gpu=True, element_bytes=dtype.itemsize, width=spec.head_dim, sinks=spec.attention_sinks, cp=cp
+        )
+        return f"some rows at a time, with scores in fp32: {refused}" if refused else "FlexAttention"
+    if layout.cp > 1 or config.data.attention == "document":
+        return None
     q, k, v = (
         torch.empty(1, max(1, heads // layout.tp), 128, width, device=device, dtype=dtype, requires_grad=True)
         for heads, width in (

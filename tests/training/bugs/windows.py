@@ -6,6 +6,9 @@ from tests.training.bugs.bug import ALLGATHER, CONTEXT, ON_RING, ULYSSES, ZIGZAG
 
 LOGITS = "tests/hugging_face/test_families.py:test_logits_are_those_of_transformers"
 FORMULA = "tests/model/test_piece_attention.py:outputs_and_gradients_are_those_of_the_formula"
+FLEX, IN_KERNEL = "shardwright.model.flex", "tests/model/test_flex.py"
+CAPPED = f"{IN_KERNEL}:outputs_and_gradients_are_those_of_attention_in_pieces"
+SQUARES = f"{IN_KERNEL}:tables_name_every_square_with_a_score"
 PLAN, PIECES = "shardwright.split.documents", "shardwright.model.pieces:AttentionPiece"
 BLOCKS, ATTENTION = "shardwright.model.blocks", "shardwright.model.piece_attention:PieceAttention"
 CACHE = "shardwright.generation.cache:RuledLayerCache"
@@ -14,6 +17,32 @@ WINDOW = {"window": 4, "n_layers": 2}
 MASK: dict[str, AnyBug] = {
     "a window has one token more": UnitBug(
         Mutation(f"{BLOCKS}:_mask", "piece.shift - piece.window + 1", "piece.shift - piece.window"), FORMULA, (6,)
+    ),
+    "a window of FlexAttention has one token more": UnitBug(
+        Mutation(
+            "shardwright.model.pieces:first_keys",
+            "np.arange(len(first_N)) - window + 1",
+            "np.arange(len(first_N)) - window",
+        ),
+        CAPPED,
+        (6,),
+    ),
+    "a query of FlexAttention reads the key after it": UnitBug(
+        Mutation(f"{FLEX}:block_mask", "key <= query", "key <= query + 1"), CAPPED, (6,)
+    ),
+    "the cap of FlexAttention does not divide the score": UnitBug(
+        Mutation(f"{FLEX}:soft_cap", "torch.tanh(score / softcap)", "torch.tanh(score)"), CAPPED, (6,)
+    ),
+    "a square of FlexAttention is full for its first query alone": UnitBug(
+        Mutation(f"{FLEX}:squares", "column >= high[:, None]", "column >= low[:, None]"), SQUARES, ((700,),)
+    ),
+    "FlexAttention leaves out a square of which one key is read": UnitBug(
+        Mutation(f"{FLEX}:squares", "column + SQUARE > low[:, None]", "column + SQUARE > low[:, None] + 1"),
+        SQUARES,
+        ((128, 128, 256),),
+    ),
+    "the backward pass of FlexAttention has the squares of the forward pass": UnitBug(
+        Mutation(f"{FLEX}:block_mask", "_ordered(seen_SS.T)", "_ordered(seen_SS)"), SQUARES, ((700,),)
     ),
     "rows of a cut piece lose their first key": UnitBug(
         Mutation(f"{PIECES}.cut", "row + self.shift - self.window + 1", "row + self.shift - self.window + 2"),
