@@ -89,6 +89,7 @@ def lacking(source: str) -> list[str]:
     owners |= {
         "_sequence_nr": y.grad_fn,
         "_type": torch.ScriptObject,
+        "_schema": torch.ops.aten.add.Tensor,
         "_dump_fr_trace_json": torch._C._distributed_c10d,
     }
     stage = PipelineStage(nn.Linear(1, 1), 0, 1, torch.device("cpu"))

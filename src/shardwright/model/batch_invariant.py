@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.model.device_type import device_type
 from shardwright.system.errors import InputError
-from shardwright.system.torch_private import DispatchMode
+from shardwright.system.torch_private import DispatchMode, operator_arguments, operator_results
 
 ROWS, QUERIES, KEYS, ELEMENTS = 32, 16, 128, 16384
 """`ELEMENTS` is below the 32,768 elements that PyTorch divides among threads."""
@@ -168,14 +168,14 @@ def _pointwise_rule(operator: Any) -> Callable[..., Tensor] | None:
     """Return the rule of an operator that PyTorch tags as pointwise, also of its variants that write into a tensor."""
     name = _name_of(operator)
     packet = getattr(aten, name.removesuffix("_"), None)
-    if packet is None or [str(each.type) for each in operator._schema.returns] != ["Tensor"]:
+    if packet is None or operator_results(operator) != ["Tensor"]:
         return None
     if not any(torch.Tag.pointwise in getattr(packet, each).tags for each in packet.overloads()):
         return None
     if name.endswith("_"):
         return lambda x, *args, **options: x.copy_(_by_elements(packet, x, *args, **options))
     rule = partial(_by_elements, packet)
-    return _into(rule) if "out" in {argument.name for argument in operator._schema.arguments} else rule
+    return _into(rule) if "out" in operator_arguments(operator) else rule
 
 
 def _rule_of(operator: Any, options: Mapping[str, Any]) -> Callable[..., Tensor] | None:

@@ -227,6 +227,16 @@ def script_type(value: torch.ScriptObject) -> str:
     return str(value._type())
 
 
+def operator_results(operator: Any) -> list[str]:
+    """Return the types of the results of an operator of `torch.ops`, such as `["Tensor"]`."""
+    return [str(result.type) for result in operator._schema.returns]
+
+
+def operator_arguments(operator: Any) -> set[str]:
+    """Return the names of the arguments of an operator of `torch.ops`."""
+    return {argument.name for argument in operator._schema.arguments}
+
+
 class DispatchMode(TorchDispatchMode):
     """A dispatch mode without Dynamo's guard, which would take 10 % of the time. Nothing is compiled in it."""
 
