@@ -121,12 +121,22 @@ class _PythonFile:
             roots[""] = self._run(self.functions[name], {}, DEEPEST)
             if not isinstance(roots[""], PythonCall):
                 raise InputError(f"{self.path}:{self.functions[name].lineno}: {name} returns no configuration")
+            self._refuse_other_file(name, roots[""])
         settings: dict[str, Setting] = {}
         for number, each in enumerate(setting for key, value in roots.items() for setting in self._of_root(key, value)):
             if number >= MOST_SETTINGS:
                 raise InputError(f"{self.path}: more than {MOST_SETTINGS:,} values; a configuration has fewer")
             settings[each.option] = each
         return PythonSettings(tuple(settings.values()), tuple(self.skipped))
+
+    def _refuse_other_file(self, name: str, root: PythonCall) -> None:
+        """Raise InputError if a configuration is made by a function of another file, whose values are not known."""
+        if _is_function(root.function):
+            of = f" of {module}" if (module := self.modules.get(root.function.partition(".")[0])) else ""
+            raise InputError(
+                f"{root.where}: {name} takes its values from {root.function}(...){of}, another file, which is not "
+                f"read; name a configuration of that file, or one whose values are in this file"
+            )
 
     def _constants(self) -> dict[str, Any]:
         """Return the names that the module assigns. A name that another statement of the module may assign, such as a
@@ -287,7 +297,9 @@ class _PythonFile:
                 yield Setting(name, first, value.where)
             elif name in self.kinds:
                 yield Setting(name, value.function.removesuffix(".Config"), value.where)
-            if value.function == "model_registry":
+            elif "." not in name and _is_function(value.function) and not value.function.endswith("model_registry"):
+                self.skipped.append(f"{value.where}: {name} = {value.function}(...) of another file is not evaluated")
+            if value.function.endswith("model_registry"):
                 yield Setting(f"{name}.module", value.module, value.where)
             for key, inner in value.keywords.items():
                 yield from self._flat(f"{name}.{key}", inner, value.where, depth - 1)
@@ -305,6 +317,11 @@ def _plain(value: Any) -> Any:
 
 def _placed(value: Any, where: str) -> _Placed:
     return value if isinstance(value, _Placed) else _Placed(value, where)
+
+
+def _is_function(name: str) -> bool:
+    """Return whether a name is a function's, in lower case, and not a class's such as `Trainer.Config`."""
+    return name.rpartition(".")[2][:1].islower()
 
 
 def _is_number(value: Any) -> bool:
