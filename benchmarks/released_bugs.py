@@ -35,6 +35,7 @@ class Case:
 
 
 _OLD = "accelerate==1.0.1 tokenizers==0.20.3 huggingface_hub==0.25.2 datasets==3.0.1 psutil"
+_NOW = "transformers==5.24.0 accelerate==1.15.0"
 _TWO = "transformers --world 2 --steps 1"
 _OLD_SPEED = "--no-build-isolation"  # the build of these releases imports torch
 _SPEED = "deepspeed --world 2 --steps 1 --set"
@@ -59,9 +60,9 @@ CASES = {
     "transformers-4.47.0-own-loss": Case(
         'transformers==4.47.0 "accelerate<1.11" "datasets<4" psutil', _OWN_LOSS, "it is equal without accumulation"
     ),
-    "transformers-5.24.0-own-loss": Case("transformers==5.24.0 accelerate==1.15.0", _OWN_LOSS),
-    "transformers-5.24.0-tp": Case("transformers==5.24.0", f"{_TP} --set batch.global_batch=2"),
-    "transformers-5.24.0-tp-accumulation": Case("transformers==5.24.0", _TP, "without tp=2 and without accumulation"),
+    "transformers-5.24.0-own-loss": Case(_NOW, _OWN_LOSS),
+    "transformers-5.24.0-tp": Case(_NOW, f"{_TP} --set batch.global_batch=2"),
+    "transformers-5.24.0-tp-accumulation": Case(_NOW, _TP, "without tp=2 and without accumulation"),
     "deepspeed-0.19.2-pipeline": Case("deepspeed==0.19.2", _PIPELINE, "without pp=2 and without accumulation"),
     "deepspeed-0.19.8-pipeline": Case("deepspeed==0.19.8", _PIPELINE),
     "deepspeed-0.17.6-zero": Case("deepspeed==0.17.6", f"{_SPEED} zero=2", "without zero=2 and without accumulation"),

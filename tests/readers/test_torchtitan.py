@@ -96,7 +96,58 @@ def test_what_a_configuration_has_beyond_the_prediction_is_named(tmp_path: Path)
     assert "checkpoint = make_checkpoint(...) of another file is not evaluated" in notes
 
 
+FOLLOWED = [
+    ('model_registry("8B")', 'model_registry(flavor="8B")'),
+    ("TrainingConfig(local_batch_size=1)", 'TrainingConfig(**{"local_batch_size": 1})'),
+    ("TrainingConfig(local_batch_size=1)", "TrainingConfig(**dict(local_batch_size=1))"),
+    ("return Trainer", "size = 2\n    size -= 1\n    return Trainer"),
+    ("def train():", "def more(**given):\n    return TrainingConfig(**given)\ndef train():"),
+    ("from torchtitan.models.llama3 import model_registry", "import torchtitan.models.llama3 as m"),
+    ("from torchtitan.models.llama3 import model_registry", "from torchtitan.models import llama3 as m"),
+]
+
+
+@pytest.mark.parametrize("change", FOLLOWED)
+def test_other_forms_of_the_same_configuration_have_the_same_values(tmp_path: Path, change: tuple[str, str]) -> None:
+    text = ONE.format(module="torchtitan.models.llama3", flavor="8B").replace(*change)
+    for start, old, new in (
+        ("import", "model_registry(", "m.model_registry("),
+        ("from torchtitan.models import", "model_registry(", "m.model_registry("),
+        ("def more", "training=TrainingConfig", "training=more"),
+    ):
+        text = text.replace(old, new) if f"\n{text}".find(f"\n{start}") >= 0 else text
+    text = text.replace("batch_size=1", "batch_size=size") if "size = 2" in text else text
+    run = read(tmp_path, {"file.py": text}, ":train", world=8)
+    assert run.described.model == FLAVORS["llama3"]["8b"]
+    assert run.described.micro_batch == 1
+
+
 REFUSED = [
+    (
+        "llama3/config_registry.py",
+        ("local_batch_size=1", "**more()"),
+        ":3: **more() would have to be executed; write the values of training.",
+    ),
+    ("llama3/config_registry.py", ('("8B")', "(f'{8}B')"), ":3: model_spec: its value is unknown"),
+    (
+        "llama3/config_registry.py",
+        ("local_batch_size=1", "local_batch_size=1, max_context_length=4096"),
+        ":3: training.local_batch_size 1: contradicts the batch that the file states in tokens",
+    ),
+    (
+        "llama3/config_registry.py",
+        ("training=", "parallelism=P(tensor_parallel_degree=0), training="),
+        ":3: parallelism.tensor_parallel_degree 0: valid: 1 or more",
+    ),
+    (
+        "llama3/config_registry.py",
+        (
+            "training=",
+            "parallelism=P(pipeline_parallel_degree=8, pipeline_parallel_schedule='Interleaved1F1B', "
+            "pipeline_parallel_layers_per_stage=9), training=",
+        ),
+        "32 layers make one stage for each of 8 ranks, and Interleaved1F1B needs 2 or more; valid: 2 or fewer",
+    ),
     ("x.py", ("", ""), "x.py:3: model_spec 8B: the file does not name the model of this flavor"),
     ("flux/config_registry.py", ("", ""), "the sizes of flux 8B are not known here (known models: llama3,"),
     ("llama3/config_registry.py", ("8B", "9B"), "the sizes of llama3 9B are not known here (flavors of llama3: 8b,"),
@@ -108,7 +159,7 @@ REFUSED = [
     (
         "llama3/config_registry.py",
         ("def train():\n", "from a.b import to_graph\ndef train():\n    return to_graph(llama3_8b())\n"),
-        ":4: train takes its values from to_graph(...) of a.b, another file, which is not read",
+        ":4: train takes its values from to_graph(...) of a.b, which is no function at the top level of",
     ),
     (
         "llama3/config_registry.py",

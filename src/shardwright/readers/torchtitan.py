@@ -19,6 +19,7 @@ from shardwright.planner.choice import Choice
 from shardwright.readers.table import (
     NO_COUNTERPART,
     NO_EFFECT,
+    READ,
     DescribedRun,
     ForeignOption,
     System,
@@ -68,6 +69,7 @@ _PARALLELISM = (
     ("expert_tensor_parallel_degree", "layout.ep", int, 1, "times expert_parallel_degree"),
 )
 _SECTIONS = ("parallelism", "training", "experimental")
+_EXPERT_DEGREES = [f"{section}.expert_{kind}parallel_degree" for section in _SECTIONS for kind in ("", "tensor_")]
 OPTIONS = table(
     read("model.name", "model", str, "llama3"),
     read("model.flavor", "model", str),
@@ -168,6 +170,10 @@ def describe(values: Values) -> DescribedRun:
             learning, "reinforcement learning, whose steps also generate, is not priced; give a training alone"
         )
         raise InputError(*values.problems)
+    used = {row.name for row in OPTIONS.values() if row.fate == READ}
+    for name, setting in values.settings.items():
+        if name.endswith("**") and any(each.startswith(name[:-2]) for each in used):
+            values.problems.append(f"{setting.unknown}; write the values of {name[:-2] or 'the configuration'}")
     model, world = model_of(values), values.world_size
     if world is None:
         values.problems.append(f"{values.source}: torchrun sets the number of ranks; give --cluster, such as h100:64")
@@ -202,6 +208,9 @@ def _batch(values: Values, data_ranks: int, pp: int) -> tuple[int, int, int]:
             micro_batch = _parallel(values, "pipeline_parallel_microbatch_size")
         stated = values["training.global_batch_size"]
         return seq_len, micro_batch, local * data_ranks if stated is None or stated < 0 else stated
+    for name in ("local_batch_size", "batch_size", "global_batch_size", "seq_len"):
+        if values.given(f"training.{name}"):
+            values.wrong(f"training.{name}", "contradicts the batch that the file states in tokens; leave one out")
     micro_tokens, step_tokens, seq_len = (values[f"training.{name}"] for name in _TOKENS)
     micro_batches = values["parallelism.num_pp_microbatches"] if pp > 1 else 1
     if step_tokens is None or step_tokens < 0:
@@ -229,6 +238,11 @@ def _optimizer(values: Values) -> str:
 def _degrees(values: Values, world: int, model: ModelSpec) -> dict[str, Any]:
     tp, pp, cp = (_parallel(values, f"{name}_parallel_degree") for name in ("tensor", "pipeline", "context"))
     replicate, shard = (_parallel(values, f"data_parallel_{name}_degree") for name in ("replicate", "shard"))
+    for name in ("tensor", "pipeline", "context", "expert", "data_parallel_replicate"):
+        option = f"{name}_degree" if "_" in name else f"{name}_parallel_degree"
+        if _parallel(values, option) < 1:
+            stated = next(each for section in _SECTIONS if values.given(each := f"{section}.{option}"))
+            values.wrong(stated, "valid: 1 or more")
     if values.given("training.data_parallel_degree"):
         shard = values["training.data_parallel_degree"]
     inner = max(tp, 1) * max(pp, 1) * max(cp, 1) * max(replicate, 1)
@@ -245,6 +259,9 @@ def _degrees(values: Values, world: int, model: ModelSpec) -> dict[str, Any]:
     if pp > 1 and zero == 3 and resharding == "always":
         result["zero_pp_gather"] = "microbatch"
     result["ep"] = _parallel(values, "expert_parallel_degree") * _parallel(values, "expert_tensor_parallel_degree")
+    if result["ep"] > 1 and model.moe is None:
+        values.changes |= dict.fromkeys(_EXPERT_DEGREES, "the model has no experts")
+        result["ep"] = 1
     if cp > 1:
         gathers = _parallel(values, "context_parallel_rotate_method") == "allgather"
         result["cp_method"] = "allgather" if gathers else "zigzag"
@@ -270,7 +287,13 @@ def _pipeline(values: Values, pp: int, model: ModelSpec) -> dict[str, Any]:
     layers = _parallel(values, "pipeline_parallel_layers_per_stage")
     if schedule != "interleaved-1f1b":
         return {"pp_schedule": schedule}
-    return {"pp_schedule": schedule, "virtual_stages": max(-(-model.n_layers // (layers * pp)), 2) if layers else 2}
+    stages = -(-model.n_layers // (layers * pp)) if layers else 2
+    if stages < 2:
+        values.problems.append(
+            f"{values.source}: pipeline_parallel_layers_per_stage {layers}: {model.n_layers} layers make one stage for "
+            f"each of {pp} ranks, and {name} needs 2 or more; valid: {model.n_layers // (2 * pp)} or fewer"
+        )
+    return {"pp_schedule": schedule, "virtual_stages": max(stages, 2)}
 
 
 def _recompute(values: Values, model: ModelSpec, stages: int) -> dict[str, Any]:

@@ -119,7 +119,8 @@ def model_of(values: Values) -> ModelSpec:
     known = FLAVORS.get(name or "", {})
     model = known.get(str(flavor).lower())
     if flavor is None:
-        values.problems.append(f"{values.source}: model.flavor is missing; give the sizes by --model config.json")
+        if not values.given(option):
+            values.problems.append(f"{values.source}: model.flavor is missing; give the sizes by --model config.json")
     elif values["hf_model"] is not None:
         values.wrong(
             "hf_model", f"flavor {flavor} changes the sizes of its config.json, which is not here; give --model"
