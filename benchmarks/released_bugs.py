@@ -4,11 +4,13 @@
     python benchmarks/released_bugs.py NAME [NAME..]   run cases, or all
 
 An environment is made in --folder from the packages of the case, above those of the interpreter that runs this script,
-which has Shardwright and PyTorch. The exit status is 1 if a case does not end as listed.
+which has Shardwright and PyTorch. Cases with the same packages share one. The exit status is 1 if a case does not end
+as listed.
 """
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -33,6 +35,7 @@ class Case:
 
 
 _OLD = "accelerate==1.0.1 tokenizers==0.20.3 huggingface_hub==0.25.2 datasets==3.0.1 psutil"
+_NOW = "transformers==5.24.0 accelerate==1.15.0"
 _TWO = "transformers --world 2 --steps 1"
 _OLD_SPEED = "--no-build-isolation"  # the build of these releases imports torch
 _SPEED = "deepspeed --world 2 --steps 1 --set"
@@ -41,6 +44,8 @@ _ONE = "deepspeed --world 1 --steps 1 --set batch.global_batch=2"
 _OWN_LOSS = f"{_TWO} --set own_loss=true"
 _TP = f"{Path(__file__).parents[1]}/examples/trainers/transformers_tp.py --world 2 --steps 1 --dtype float32"
 _PIPELINE = "deepspeed --world 2 --steps 1 --set pp=2 --dtype float32"
+_CLIPPED_PIPELINE = "deepspeed --world 2 --steps 2 --set pp=2 --dtype float32"
+_TITAN = "torchtitan --world 2 --steps 1 --set dp_shard=2 --set batch.seq_len=256 --set model.max_seq_len=256"
 _CORE = "megatron-core==0.16.1 einops"
 _MEGATRON = "megatron --world 2 --steps 1 --set"
 _RAGGED = "it is equal without dp=2 and without ragged masks"
@@ -55,9 +60,9 @@ CASES = {
     "transformers-4.47.0-own-loss": Case(
         'transformers==4.47.0 "accelerate<1.11" "datasets<4" psutil', _OWN_LOSS, "it is equal without accumulation"
     ),
-    "transformers-5.24.0-own-loss": Case("transformers==5.24.0 accelerate==1.15.0", _OWN_LOSS),
-    "transformers-5.24.0-tp": Case("transformers==5.24.0", f"{_TP} --set batch.global_batch=2"),
-    "transformers-5.24.0-tp-accumulation": Case("transformers==5.24.0", _TP, "without tp=2 and without accumulation"),
+    "transformers-5.24.0-own-loss": Case(_NOW, _OWN_LOSS),
+    "transformers-5.24.0-tp": Case(_NOW, f"{_TP} --set batch.global_batch=2"),
+    "transformers-5.24.0-tp-accumulation": Case(_NOW, _TP, "without tp=2 and without accumulation"),
     "deepspeed-0.19.2-pipeline": Case("deepspeed==0.19.2", _PIPELINE, "without pp=2 and without accumulation"),
     "deepspeed-0.19.8-pipeline": Case("deepspeed==0.19.8", _PIPELINE),
     "deepspeed-0.17.6-zero": Case("deepspeed==0.17.6", f"{_SPEED} zero=2", "without zero=2 and without accumulation"),
@@ -71,6 +76,14 @@ CASES = {
     ),
     "deepspeed-0.15.4-experts": Case(f"deepspeed==0.15.4 {_OLD_SPEED}", f"{_EXPERTS} --set zero=1"),
     "deepspeed-0.19.8-expert-norm": Case("deepspeed==0.19.8", _EXPERTS, "without ep=2 and without clipping"),
+    "deepspeed-0.19.8-pipeline-norm": Case(
+        "deepspeed==0.19.8", _CLIPPED_PIPELINE, "without pp=2 and without clipping and without several steps"
+    ),
+    "deepspeed-0.19.8-pipeline-zero": Case("deepspeed==0.19.8", f"{_CLIPPED_PIPELINE} --set zero=1"),
+    "torchtitan-0.3.0-logged-loss": Case(
+        "torchtitan==0.3.0 triton", f"{_TITAN} --set spmd_backend=full_dtensor", "it is equal without dp_shard=2"
+    ),
+    "torchtitan-0.3.0": Case("torchtitan==0.3.0 triton", _TITAN),
     "megatron-0.16.1-expert-tp": Case(
         _CORE,
         f"{_MEGATRON} tp=2 --set experts=4 --set sequence_parallel=true --set expert_tp=1",
@@ -103,12 +116,12 @@ def main() -> int:
         for name, case in CASES.items():
             print(f"{name:35} {case.culprit or 'equal'}")
     names = list(CASES) if "all" in given.names else given.names
-    return max([_run(name, CASES[name], given.folder / name) for name in names], default=0)
+    return max([_run(name, CASES[name], given.folder) for name in names], default=0)
 
 
 def _run(name: str, case: Case, folder: Path) -> int:
     """Verify a release. Returns 1 if the result is not the listed one."""
-    python = _environment(case, folder)
+    python = _environment(case, folder / re.sub(r"[^\w.]+", "-", case.packages))
     own = "zero=" in case.arguments or "experts=" in case.arguments  # the reference is the library in one process
     file = {"transformers": "llama.py", "deepspeed": "decoder.py"}.get(case.arguments.partition(" ")[0])
     reference = ["--reference", REFERENCES / file] if file and not own else []

@@ -58,8 +58,10 @@ PAGES: dict[str, tuple[str, System, str, str]] = {
         "config_registry.py:llama3_70b` with several. Python is parsed and not executed: assignments, functions of the "
         "file, arguments and arithmetic on numbers are followed. A call whose result is not used is named as not "
         "evaluated; a loop or a condition is refused with its line. Since 2026 torchtitan states batches in tokens. "
-        "torchrun sets the number of ranks, so `--cluster` gives it. A flavor whose sizes are not known here needs "
-        "`--model config.json`.",
+        "torchrun sets the number of ranks, so `--cluster` gives it. A configuration that a function of another file "
+        "makes is refused with its line. The flavors of llama3, qwen3, qwen3_5, deepseek_v3, gpt_oss and kimi_k2_7 are "
+        "known, debug models too; vision encoders are not priced. Other models, and the models of "
+        "transformers_modeling_backend, need `--model config.json`.",
     ),
     "coming-from-deepspeed": (
         "DeepSpeed",

@@ -1,5 +1,6 @@
 """Megatron's checkpoints in torch_dist. With the library itself, in an environment of its own (pip install
-torch==2.13.0 numpy einops pyyaml psutil; pip install --no-deps megatron-core==0.16.1), about 4 minutes:
+torch==2.13.0 numpy einops pyyaml psutil; pip install --no-deps megatron-core==0.16.1), 1 to 7 minutes for each of the
+five runs there and back:
 
 MEGATRON_PYTHON=/tmp/megatron-env/bin/python pytest tests/conversion/test_megatron.py
 """

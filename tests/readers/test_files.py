@@ -103,6 +103,7 @@ DEEPSPEED = {
     "gradient_accumulation_steps": "auto",
 }
 """The file of the DeepSpeed page of transformers' documentation, for ZeRO-3."""
+ZERO = json.dumps({"zero_optimization": DEEPSPEED["zero_optimization"]})[1:-1]
 ARGUMENTS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "bf16": True, "max_seq_length": 4096}
 ACCELERATE = """\
 distributed_type: FSDP
@@ -210,7 +211,7 @@ def test_the_module_of_a_registry_names_the_model(tmp_path: Path, module: str) -
     ("function", "change", "said"),
     [
         (":endless", ("", ""), "file.py:33: functions that call each other without end"),
-        (":conditional", ("", ""), "file.py:37: a if statement would have to be executed"),
+        (":conditional", ("", ""), "file.py:37: a statement `if` would have to be executed"),
         (
             ":without_recomputation",
             ("2 * LENGTH", "5000"),
@@ -309,6 +310,15 @@ def test_alternatives_stay_within_the_abilities_of_the_system_and_keep_its_offlo
         ("x.json", '"stage": 3', '"stage": 4', "zero_optimization.stage 4: valid: 0, 1, 2, 3"),
         ("x.json", '"stage": 3', '"stage": 3, "stag', "x.json:1: "),
         ("x.json", '"stage": 3', '"stage": "three"', "'three' is not a number"),
+        ("x.json", '"stage": 3', '"stage": true', "x.json:1: zero_optimization.stage: its value is missing"),
+        ("x.json", '"stage": 3', '"stage": 3, "stage": 2', "x.json:1: stage is stated twice; line 1 has it too"),
+        (
+            "x.json",
+            ZERO,
+            '"zero_optimization": 3',
+            "x.json:1: zero_optimization 3: it is a section; valid: keys such as",
+        ),
+        ("x.toml", LLAMA_405B, "[tool.poetry]\nname = 'x'\n", "x.toml: it has no option of torchtitan; supported: "),
         ("x.json", '"stage"', '"stage"', "x.json:1: train_micro_batch_size_per_gpu 'auto' is taken from"),
     ],
 )

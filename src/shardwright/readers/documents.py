@@ -94,8 +94,13 @@ def _merged(node: yaml.MappingNode, path: Path, depth: int) -> dict[str, tuple[y
     if depth <= 0:
         raise InputError(f"{path}: mappings that name each other by `<<` more than {DEEPEST} deep")
     result: dict[str, tuple[yaml.Node, yaml.Node]] = {}
-    own = {key.value: (key, value) for key, value in node.value if key.value != "<<"}
+    own: dict[str, tuple[yaml.Node, yaml.Node]] = {}
     for key, value in node.value:
+        if key.value in own:
+            first, again = (each.start_mark.line + 1 for each in (own[key.value][0], key))
+            raise InputError(f"{path}:{again}: {key.value} is stated twice; line {first} has it too: leave one out")
+        if key.value != "<<":
+            own[key.value] = (key, value)
         if key.value == "<<":
             for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
                 if isinstance(each, yaml.MappingNode):

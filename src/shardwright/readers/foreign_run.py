@@ -18,7 +18,7 @@ from shardwright.planner.choice import Choice, PricedLayout
 from shardwright.planner.measured_run import rule_problems
 from shardwright.planner.search import search
 from shardwright.planner.space import OFFLOADS, FixedChoices, Mask
-from shardwright.readers.systems import ConfigurationSource, sources_of
+from shardwright.readers.systems import SUPPORTED, ConfigurationSource, sources_of
 from shardwright.readers.table import DescribedRun, OptionRecord, Setting, System, Values, normalised, shown
 from shardwright.system.errors import InputError, LayoutError
 
@@ -85,6 +85,8 @@ def read_configuration(paths: Sequence[Path], request: Request) -> ForeignRun:
     system, sources, model = sources_of(paths)
     model = request.model or model
     settings = [setting for source in sources for setting in source.settings]
+    if not any(system.row(setting.option) for setting in settings):
+        raise InputError(f"{sources[0].path}: it has no option of {system.name}; supported: {SUPPORTED}")
     stated: dict[str, Setting] = {}
     contradictions = []
     for setting in settings:

@@ -1,7 +1,7 @@
 """Settings of a Python configuration, such as torchtitan's config_registry.py. The file is parsed; nothing in it runs.
 
-Assignments, calls with their arguments, functions of the same file, and arithmetic on numbers are followed. A call of
-anything else is data: its name and its arguments.
+Assignments, calls with their arguments, dictionaries, functions of the same file, and arithmetic on numbers are
+followed. A call of anything else is data: its name and its arguments.
 """
 
 import ast
@@ -81,7 +81,7 @@ def python_settings(path: Path, function: str | None, kinds: Collection[str] = (
     try:
         module = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise InputError(f"{path}:{getattr(error, 'lineno', 1)}: not Python, or truncated: {error}") from None
+        raise InputError(f"{path}:{getattr(error, 'lineno', 0) or 1}: not Python, or truncated: {error}") from None
     try:
         return _PythonFile(path, module, kinds).settings(function)
     except RecursionError:
@@ -94,10 +94,11 @@ class _PythonFile:
     def __init__(self, path: Path, module: ast.Module, kinds: Collection[str]) -> None:
         self.path, self.module, self.kinds = path, module, kinds
         self.functions = {each.name: each for each in module.body if isinstance(each, ast.FunctionDef)}
-        self.modules = {
-            name.asname or name.name: "." * each.level + (each.module or "")
+        self.imported = {
+            name.asname or name.name: f"{source}{name.name}"
             for each in ast.walk(module)
-            if isinstance(each, ast.ImportFrom)
+            if isinstance(each, ast.Import | ast.ImportFrom)
+            for source in [f"{'.' * each.level}{each.module or ''}." if isinstance(each, ast.ImportFrom) else ""]
             for name in each.names
         }
         self.constants: dict[str, Any] = {}
@@ -121,12 +122,29 @@ class _PythonFile:
             roots[""] = self._run(self.functions[name], {}, DEEPEST)
             if not isinstance(roots[""], PythonCall):
                 raise InputError(f"{self.path}:{self.functions[name].lineno}: {name} returns no configuration")
+            self._refuse_other_file(name, roots[""])
         settings: dict[str, Setting] = {}
         for number, each in enumerate(setting for key, value in roots.items() for setting in self._of_root(key, value)):
             if number >= MOST_SETTINGS:
                 raise InputError(f"{self.path}: more than {MOST_SETTINGS:,} values; a configuration has fewer")
             settings[each.option] = each
         return PythonSettings(tuple(settings.values()), tuple(self.skipped))
+
+    def _refuse_other_file(self, name: str, root: PythonCall) -> None:
+        """Raise InputError if a configuration is made by a function of another file, whose values are not known."""
+        if _is_function(root.function):
+            of = f" of {module}" if (module := self._module(root.function)) else ""
+            raise InputError(
+                f"{root.where}: {name} takes its values from {root.function}(...){of}, which is no function at the top "
+                f"level of this file; name a configuration of the file that has its values"
+            )
+
+    def _module(self, function: str) -> str:
+        """Return the module of a function that is imported, or that is an attribute of an imported module."""
+        if function in self.imported:
+            return self.imported[function].rpartition(".")[0]
+        holder = function.rpartition(".")[0]
+        return self.imported.get(holder, "")
 
     def _constants(self) -> dict[str, Any]:
         """Return the names that the module assigns. A name that another statement of the module may assign, such as a
@@ -160,12 +178,15 @@ class _PythonFile:
                     self._assign(target, value, scope, statement.lineno)
             elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
                 self._assign(statement.target, self._value(statement.value, scope, depth), scope, statement.lineno)
+            elif isinstance(statement, ast.AugAssign):
+                result = self._value(ast.BinOp(statement.target, statement.op, statement.value), scope, depth)
+                self._assign(statement.target, result, scope, statement.lineno)
             elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
                 self._statement_call(statement.value, scope, depth)
             elif not isinstance(statement, _DECLARATIONS):
                 what = type(statement).__name__.lower()
                 raise InputError(
-                    f"{self.path}:{statement.lineno}: a {what} statement would have to be executed; supported: "
+                    f"{self.path}:{statement.lineno}: a statement `{what}` would have to be executed; supported: "
                     f"assignments, calls of functions of the file, and one returned call"
                 )
         return None
@@ -215,6 +236,12 @@ class _PythonFile:
             return node.value
         if isinstance(node, ast.List | ast.Tuple):
             return [_plain(self._value(each, scope, depth)) for each in node.elts]
+        if isinstance(node, ast.Dict):
+            keys = [each.value for each in node.keys if isinstance(each, ast.Constant)]
+            if len(keys) < len(node.keys):
+                return _Unknown(ast.unparse(node))
+            named = [self._placed_value(each, scope, depth) for each in node.values]
+            return PythonCall("", self._where(node), keywords=dict(zip(map(str, keys), named, strict=True)))
         if isinstance(node, ast.Name):
             return scope.get(node.id, self.constants.get(node.id, _Unknown(node.id)))
         if isinstance(node, ast.Attribute):
@@ -240,30 +267,49 @@ class _PythonFile:
         if function := self.functions.get(name):
             return self._run(function, self._bound(function, node, scope, depth), depth)
         arguments = [self._value(each, scope, depth) for each in node.args]
-        keywords = {
-            each.arg: _placed(self._value(each.value, scope, depth), self._where(each.value))
-            for each in node.keywords
-            if each.arg
-        }
+        keywords = self._keywords(node, scope, depth)
         if name in (*_COPIES, *_DEEP_COPIES) and arguments and isinstance(base := _plain(arguments[0]), PythonCall):
             result = deepcopy(base) if name in _DEEP_COPIES else replace(base, keywords=dict(base.keywords))
             result.keywords |= keywords
             return result
-        return PythonCall(name, self._where(node), arguments, keywords, self.modules.get(name, ""))
+        return PythonCall("" if name == "dict" else name, self._where(node), arguments, keywords, self._module(name))
+
+    def _placed_value(self, node: ast.expr, scope: dict[str, Any], depth: int) -> _Placed:
+        return _placed(self._value(node, scope, depth), self._where(node))
+
+    def _keywords(self, node: ast.Call, scope: dict[str, Any], depth: int) -> dict[str, Any]:
+        """Return the keywords of a call. The keys of `**name` are included where the file has them; other `**name` is
+        the keyword `**` with an unknown value."""
+        result: dict[str, Any] = {}
+        for each in node.keywords:
+            placed = self._placed_value(each.value, scope, depth)
+            if each.arg:
+                result[each.arg] = placed
+            elif isinstance(placed.value, PythonCall) and not placed.value.function:
+                result |= placed.value.keywords
+            else:
+                result["**"] = _Placed(_Unknown(f"**{ast.unparse(each.value)}"), placed.where)
+        return result
 
     def _bound(self, function: ast.FunctionDef, node: ast.Call, scope: dict[str, Any], depth: int) -> dict[str, Any]:
         """Return the arguments of a call by the names of the function's parameters."""
         arguments = function.args
         positional = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
         names = [*positional, *(each.arg for each in arguments.kwonlyargs)]
-        bound = dict.fromkeys(names, _Unknown("an argument"))
+        bound: dict[str, Any] = dict.fromkeys(names, _Unknown("an argument"))
         for name, default in zip(positional[::-1], arguments.defaults[::-1], strict=False):
             bound[name] = self._value(default, {}, depth)
         for each, given in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
             if given is not None:
                 bound[each.arg] = self._value(given, {}, depth)
         bound |= dict(zip(positional, (self._value(each, scope, depth) for each in node.args), strict=False))
-        return bound | {each.arg: self._value(each.value, scope, depth) for each in node.keywords if each.arg}
+        keywords = self._keywords(node, scope, depth)
+        if "**" in keywords and arguments.kwarg is None:
+            bound |= {each: keywords["**"] for each in names}  # any of them may be among its keys
+        if arguments.kwarg is not None:
+            rest = {name: value for name, value in keywords.items() if name not in names}
+            bound[arguments.kwarg.arg] = PythonCall("", self._where(node), keywords=rest)
+        return bound | keywords
 
     def _of_root(self, name: str, value: Any) -> Iterator[Setting]:
         """Yield the settings of the configuration itself, whose keywords are the sections."""
@@ -283,11 +329,18 @@ class _PythonFile:
             yield Setting(name, "", where, f"{where}: {value.text[:60]} would have to be executed")
         elif isinstance(value, PythonCall):
             first = next((_plain(each) for each in value.arguments), None)
-            if isinstance(first, str | int | float):
+            registers = value.function.endswith("model_registry")
+            if registers and first is None:
+                first = _plain(value.keywords.get("flavor"))
+            if registers and isinstance(first, _Unknown):
+                yield Setting(name, "", value.where, f"{value.where}: {first.text[:60]} would have to be executed")
+            elif isinstance(first, str | int | float):
                 yield Setting(name, first, value.where)
             elif name in self.kinds:
                 yield Setting(name, value.function.removesuffix(".Config"), value.where)
-            if value.function == "model_registry":
+            elif "." not in name and _is_function(value.function) and not registers:
+                self.skipped.append(f"{value.where}: {name} = {value.function}(...) of another file is not evaluated")
+            if registers:
                 yield Setting(f"{name}.module", value.module, value.where)
             for key, inner in value.keywords.items():
                 yield from self._flat(f"{name}.{key}", inner, value.where, depth - 1)
@@ -305,6 +358,11 @@ def _plain(value: Any) -> Any:
 
 def _placed(value: Any, where: str) -> _Placed:
     return value if isinstance(value, _Placed) else _Placed(value, where)
+
+
+def _is_function(name: str) -> bool:
+    """Return whether a name is a function's, in lower case, and not a class's such as `Trainer.Config`."""
+    return name.rpartition(".")[2][:1].islower()
 
 
 def _is_number(value: Any) -> bool:

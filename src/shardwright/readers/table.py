@@ -12,7 +12,7 @@ from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.planner.choice import Choice
 from shardwright.planner.whole_run import PlannedStage
-from shardwright.system.errors import InputError, nearest
+from shardwright.system.errors import InputError
 
 SIMILAR = 0.9
 """Similarity, as difflib measures it, from which an unknown option is a misspelled one."""
@@ -170,6 +170,8 @@ def _converted(setting: Setting, option: ForeignOption) -> Any:
             raise ValueError(f"{value!r} is neither true nor false")
         return words[text]
     if option.kind in (int, float):
+        if value is True:
+            raise ValueError("its value is missing; write the number")
         try:
             number = float(value)
         except (TypeError, ValueError):
@@ -181,7 +183,7 @@ def _converted(setting: Setting, option: ForeignOption) -> Any:
         return int(number) if option.kind is int else number
     text = str(value)
     if option.valid and text not in option.valid:
-        raise ValueError(f"{text!r} is not known; {nearest(text, option.valid)}")
+        raise ValueError(f"{text!r} is not known; valid: {', '.join(option.valid)}")
     return text
 
 
@@ -243,8 +245,14 @@ class System:
         for setting in settings:
             option = self.row(setting.option)
             if option is None:
-                near = self._misspelled(normalised(setting.option))
-                if near is not None:
+                near = self._misspelled(name := normalised(setting.option))
+                parts = [row.name for row in self.options.values() if row.name.startswith(f"{name}.")]
+                if parts and setting.value is not None and any(self.options[part].fate == READ for part in parts):
+                    problems.append(
+                        f"{setting.where}: {setting.option} {shown(setting.value)}: it is a section; valid: keys such "
+                        f"as {self.spell(parts[0])}"
+                    )
+                elif near is not None:
                     problems.append(
                         f"{setting.where}: {setting.option}: not an option of {self.name}; did you mean "
                         f"{self.spell(near)}?"

@@ -4,8 +4,8 @@ Source: torchtitan/config/job_config.py, configs.py and config_registry.py of th
 2026 a micro-batch is stated in tokens.
 """
 
+import re
 from dataclasses import replace
-from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,12 @@ from shardwright.cost.job import Candidates
 from shardwright.cost.speed import FLASH_2
 from shardwright.cost.stack import FSDP, FSDP_COMPILED_LOSS, Stack
 from shardwright.layout.layout import Layout
-from shardwright.model.presets import PRESETS
 from shardwright.model.spec import ModelSpec
 from shardwright.planner.choice import Choice
 from shardwright.readers.table import (
     NO_COUNTERPART,
     NO_EFFECT,
+    READ,
     DescribedRun,
     ForeignOption,
     System,
@@ -29,18 +29,11 @@ from shardwright.readers.table import (
     without_counterpart,
     without_effect,
 )
+from shardwright.readers.torchtitan_models import model_of
 from shardwright.system.errors import InputError, LayoutError
 
 _TOKENS = ("num_tokens_per_microbatch_per_dp_rank", "num_tokens_per_train_step", "max_context_length")
 """Options of [training] that state batch and length in tokens, since 2026."""
-FLAVORS = {
-    "llama3": {"8b": "llama-3.1-8b", "70b": "llama-3.1-70b", "405b": "llama-3.1-405b", "1b": "llama-3.2-1b"}
-    | {"3b": "llama-3.2-3b"},
-    "qwen3": {size: f"qwen3-{size}" for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b", "30b-a3b", "235b-a22b")},
-    "deepseek_v3": {"16b": "deepseek-v2-lite", "671b": "deepseek-v3"},
-    "gpt_oss": {"20b": "gpt-oss-20b", "120b": "gpt-oss-120b"},
-}
-"""Name and flavor of a model -> preset. The 16B of deepseek_v3 has the sizes of DeepSeek-V2-Lite."""
 KINDS = ("activation_checkpoint", "optimizer")
 """Sections of Python configurations whose value is the class or function that is called."""
 _MODES = {"FullAC": "full", "SelectiveAC": "selective", "none": "none"}
@@ -76,10 +69,12 @@ _PARALLELISM = (
     ("expert_tensor_parallel_degree", "layout.ep", int, 1, "times expert_parallel_degree"),
 )
 _SECTIONS = ("parallelism", "training", "experimental")
+_EXPERT_DEGREES = [f"{section}.expert_{kind}parallel_degree" for section in _SECTIONS for kind in ("", "tensor_")]
 OPTIONS = table(
     read("model.name", "model", str, "llama3"),
     read("model.flavor", "model", str),
     read("model_spec", "model", str, note="the flavor; its module, or the file, gives the name"),
+    read("hf_model", "model", str, note="of transformers_modeling_backend; give --model"),
     read("model_spec.module", "model", str, note="the module of model_registry"),
     read("model_spec.converters", "precision.fp8", list, []),
     read("model_spec.num_mtp_layers", "model.mtp_modules", int, 0),
@@ -154,6 +149,7 @@ FAMILIES = tuple(
         ("the loss is a cross entropy over the vocabulary", NO_EFFECT, "loss."),
         ("evaluation and data are not part of a step", NO_EFFECT, "validation. validator. dataloader. tokenizer."),
         ("its effect on time and memory is not priced", NO_COUNTERPART, "float8. mx. experimental. quantize."),
+        ("reinforcement learning is refused", NO_COUNTERPART, "trainer. generator."),
     )
     for prefix in prefixes.split()
 )
@@ -167,38 +163,18 @@ def _parallel(values: Values, name: str) -> Any:
     return values[f"parallelism.{name}"]
 
 
-def _model(values: Values) -> ModelSpec:
-    if values.given_model is not None:
-        return values.given_model
-    flavor, name = values["model.flavor"] or values["model_spec"], str(values["model.name"])
-    if not values.given("model.name"):
-        name = _model_name(values) or name
-    known = FLAVORS.get(name, {})
-    preset = known.get(str(flavor).lower())
-    if flavor is None:
-        values.problems.append(f"{values.source}: model.flavor is missing; give the sizes by --model config.json")
-    elif preset is None:
-        some = ", ".join(f"{model} {size}" for model, sizes in FLAVORS.items() for size in sizes)
-        name_of = "model.flavor" if values.given("model.flavor") else "model_spec"
-        values.wrong(name_of, f"the sizes of {name} {flavor} are not known here ({some}); give --model config.json")
-    return replace(PRESETS[preset or "debug"], mtp_modules=values["model_spec.num_mtp_layers"])
-
-
-def _model_name(values: Values) -> str | None:
-    """Return the name of the model: the module that registers it, or the first known name in the path of the file."""
-    module = values["model_spec.module"] or ""
-    if module.startswith("."):  # config_registry.py of a package of torchtitan.models
-        folder = PurePath(values.source).parent
-        module = folder.name if folder.parent.name == "models" else ""
-    packages = [each for each in module.split(".") if each not in ("", "config_registry")]
-    if packages:
-        return packages[-1]
-    return next((each for each in FLAVORS if each in values.source.lower()), None)
-
-
 def describe(values: Values) -> DescribedRun:
     """Return the run that the options describe. Raises InputError with every problem."""
-    model, world = _model(values), values.world_size
+    if learning := next((name for name in values.settings if name.startswith("trainer.")), None):
+        values.wrong(
+            learning, "reinforcement learning, whose steps also generate, is not priced; give a training alone"
+        )
+        raise InputError(*values.problems)
+    used = {row.name for row in OPTIONS.values() if row.fate == READ}
+    for name, setting in values.settings.items():
+        if name.endswith("**") and any(each.startswith(name[:-2]) for each in used):
+            values.problems.append(f"{setting.unknown}; write the values of {name[:-2] or 'the configuration'}")
+    model, world = model_of(values), values.world_size
     if world is None:
         values.problems.append(f"{values.source}: torchrun sets the number of ranks; give --cluster, such as h100:64")
     settings = _degrees(values, world or 1, model)
@@ -232,6 +208,9 @@ def _batch(values: Values, data_ranks: int, pp: int) -> tuple[int, int, int]:
             micro_batch = _parallel(values, "pipeline_parallel_microbatch_size")
         stated = values["training.global_batch_size"]
         return seq_len, micro_batch, local * data_ranks if stated is None or stated < 0 else stated
+    for name in ("local_batch_size", "batch_size", "global_batch_size", "seq_len"):
+        if values.given(f"training.{name}"):
+            values.wrong(f"training.{name}", "contradicts the batch that the file states in tokens; leave one out")
     micro_tokens, step_tokens, seq_len = (values[f"training.{name}"] for name in _TOKENS)
     micro_batches = values["parallelism.num_pp_microbatches"] if pp > 1 else 1
     if step_tokens is None or step_tokens < 0:
@@ -259,6 +238,11 @@ def _optimizer(values: Values) -> str:
 def _degrees(values: Values, world: int, model: ModelSpec) -> dict[str, Any]:
     tp, pp, cp = (_parallel(values, f"{name}_parallel_degree") for name in ("tensor", "pipeline", "context"))
     replicate, shard = (_parallel(values, f"data_parallel_{name}_degree") for name in ("replicate", "shard"))
+    for name in ("tensor", "pipeline", "context", "expert", "data_parallel_replicate"):
+        option = f"{name}_degree" if "_" in name else f"{name}_parallel_degree"
+        if _parallel(values, option) < 1:
+            stated = next(each for section in _SECTIONS if values.given(each := f"{section}.{option}"))
+            values.wrong(stated, "valid: 1 or more")
     if values.given("training.data_parallel_degree"):
         shard = values["training.data_parallel_degree"]
     inner = max(tp, 1) * max(pp, 1) * max(cp, 1) * max(replicate, 1)
@@ -275,6 +259,9 @@ def _degrees(values: Values, world: int, model: ModelSpec) -> dict[str, Any]:
     if pp > 1 and zero == 3 and resharding == "always":
         result["zero_pp_gather"] = "microbatch"
     result["ep"] = _parallel(values, "expert_parallel_degree") * _parallel(values, "expert_tensor_parallel_degree")
+    if result["ep"] > 1 and model.moe is None:
+        values.changes |= dict.fromkeys(_EXPERT_DEGREES, "the model has no experts")
+        result["ep"] = 1
     if cp > 1:
         gathers = _parallel(values, "context_parallel_rotate_method") == "allgather"
         result["cp_method"] = "allgather" if gathers else "zigzag"
@@ -300,7 +287,13 @@ def _pipeline(values: Values, pp: int, model: ModelSpec) -> dict[str, Any]:
     layers = _parallel(values, "pipeline_parallel_layers_per_stage")
     if schedule != "interleaved-1f1b":
         return {"pp_schedule": schedule}
-    return {"pp_schedule": schedule, "virtual_stages": max(-(-model.n_layers // (layers * pp)), 2) if layers else 2}
+    stages = -(-model.n_layers // (layers * pp)) if layers else 2
+    if stages < 2:
+        values.problems.append(
+            f"{values.source}: pipeline_parallel_layers_per_stage {layers}: {model.n_layers} layers make one stage for "
+            f"each of {pp} ranks, and {name} needs 2 or more; valid: {model.n_layers // (2 * pp)} or fewer"
+        )
+    return {"pp_schedule": schedule, "virtual_stages": max(stages, 2)}
 
 
 def _recompute(values: Values, model: ModelSpec, stages: int) -> dict[str, Any]:
@@ -323,9 +316,14 @@ def _recompute(values: Values, model: ModelSpec, stages: int) -> dict[str, Any]:
 
 def _precision(values: Values) -> str:
     places = ("model.converters", "model_converters.converters", "model_spec.converters")
-    converters = " ".join(each for place in places for each in values[place]).lower()
-    if "nvfp4" in converters:
-        values.wrong("model_spec.converters", "a step in nvfp4 has no price; supported: Float8, MXFP8")
+    stated = [(place, each) for place in places for each in values[place]]
+    for place, each in stated:
+        if "nvfp4" in each.lower():
+            values.wrong(place, "a step in nvfp4 has no price; supported: Float8, MXFP8")
+        elif not re.search("float8|mx", each.lower()):
+            where = values.settings[place].where
+            values.assumed.append(f"{where}: {each.removesuffix('.Config')} has no counterpart; it is left out")
+    converters = " ".join(each for _, each in stated).lower()
     if "mx" in converters:
         return "mxfp8"
     if "float8" in converters or values["float8.enable_float8_linear"]:

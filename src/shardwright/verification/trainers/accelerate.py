@@ -1,7 +1,8 @@
 """Hugging Face Accelerate: `shardwright verify --trainer accelerate --matrix 2`.
 
-The loop of Accelerate's guide to gradient accumulation with a loss over all targets, with DDP. On CPUs Accelerate 1.15
-ignores an `fsdp_plugin`, so FSDP2 is not an axis.
+The loop of Accelerate's guide to gradient accumulation with a loss over all targets. Axes: dp (replicas) and fsdp
+(shards): DDP without fsdp, FSDP2 with it, and HSDP with both. Accelerate 1.15 uses an `fsdp_plugin` on accelerators
+alone: with fsdp the adapter sets its state as if each rank had one. The device stays the CPU.
 """
 
 from collections.abc import Mapping
@@ -9,7 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor
 
 from shardwright.model.spec import ModelSpec
@@ -21,11 +24,13 @@ from shardwright.verification.trainers.pieces import load_weights, set_environme
 class AccelerateTrainer:
     """A model and SGD with momentum, prepared by an Accelerator."""
 
+    AXES = ("dp", "fsdp")
+
     def __init__(self, spec: ModelSpec, world: World) -> None:
         set_environment(world)
         model = Decoder(spec)
         optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-        self.n_ranks, self.accelerator = world.size, Accelerator(cpu=True)
+        self.n_ranks, self.accelerator = world.size, _accelerator(world)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
@@ -55,6 +60,23 @@ class AccelerateTrainer:
 
     def parameters(self) -> dict[str, Any]:
         return dict(self.accelerator.unwrap_model(self.model).named_parameters())
+
+
+def _accelerator(world: World) -> Accelerator:
+    """Return an Accelerator that prepares models for DDP, or for FSDP2 over the axes of `world`."""
+    if world.axes["fsdp"] == 1:
+        return Accelerator(cpu=True)
+    state = PartialState(cpu=True)
+    if state.distributed_type != DistributedType.FSDP:  # which the first Accelerator of the process has set
+        state.distributed_type = DistributedType.MULTI_GPU
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["DecoderBlock"],
+        cpu_ram_efficient_loading=False,
+    )
+    axes = ParallelismConfig(dp_replicate_size=world.axes["dp"], dp_shard_size=world.axes["fsdp"])
+    return Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=axes)
 
 
 Trainer = AccelerateTrainer

@@ -5,7 +5,6 @@ and the names of CUDA's tensor types, and mends what fails without Transformer E
 optimizer and checkpoints stay the library's.
 """
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,7 +20,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch import Tensor
 from torch.distributed import all_gather as plain_all_gather
-from torch.distributed.nn.functional import all_gather
+from torch.distributed._functional_collectives import all_gather_single_autograd
 from torch.overrides import TorchFunctionMode
 
 
@@ -70,13 +69,14 @@ class CpuContextAttention(DotProductAttention):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Any:
         group = parallel_state.get_context_parallel_group()
         if (n := group.size()) > 1:
-            key, value = (_in_order(all_gather(each.contiguous(), group), n) for each in (key, value))
+            gathered = (all_gather_single_autograd(each.contiguous(), 0, group) for each in (key, value))
+            key, value = (_in_order(each, n) for each in gathered)
         return super().forward(query, key, value, *arguments, **options)
 
 
-def _in_order(parts: Sequence[Tensor], n: int) -> Tensor:
-    """Return whole sequences of the parts of the n ranks of cp."""
-    halves = [part.chunk(2) for part in parts]
+def _in_order(gathered: Tensor, n: int) -> Tensor:
+    """Return whole sequences of the parts of the n ranks of cp, which `gathered` has one after the other."""
+    halves = [part.chunk(2) for part in gathered.chunk(n)]
     return torch.cat([*(first for first, _ in halves), *(last for _, last in reversed(halves))])
 
 
