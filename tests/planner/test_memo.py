@@ -11,7 +11,7 @@ import pytest
 
 from shardwright.cost import memo, memory, pipeline, reserved, step
 from shardwright.cost.job import Candidates, Floats, Ints, Job
-from shardwright.cost.reserved import reserved_bytes
+from shardwright.cost.reserved import PairedBytes, reserved_bytes
 from shardwright.cost.stack import STACKS
 from shardwright.cost.step import least_time, step_time
 from shardwright.layout.layout import Layout
@@ -155,14 +155,14 @@ def test_most_layouts_that_do_not_fit_cost_no_more_than_a_bound(monkeypatch: pyt
     """With many sequences most micro-batches are too large for the memory; ranks with equal layers need no price."""
     asked = replace(JOBS["dense"], global_batch=1536)
     priced = 0
-    compute = reserved._while_running
+    compute = PairedBytes._peaks
 
-    def counted(of: Job, candidates: Candidates, tables: memo.Memo, ranks: Ints) -> Floats:
+    def counted(self: PairedBytes, ranks: Ints, states: Ints, passes: Ints) -> Floats:
         nonlocal priced
-        priced += len(candidates) * len(ranks)
-        return compute(of, candidates, tables, ranks)
+        priced += len(states) * len(ranks)
+        return compute(self, ranks, states, passes)
 
-    monkeypatch.setattr(reserved, "_while_running", counted)
+    monkeypatch.setattr(PairedBytes, "_peaks", counted)
     found = survey(asked, limit_bytes(asked, 0.1))
     assert len(found.pool) < found.n_layouts / 5
     assert priced < 0.4 * found.n_layouts, "layouts x ranks"
@@ -207,14 +207,14 @@ def test_a_search_for_the_fastest_computes_no_bounds_of_layouts_known_to_be_slow
 def test_the_search_for_another_batch_prices_few_layouts_and_finds_the_same(monkeypatch: pytest.MonkeyPatch):
     asked = replace(JOBS["mixture"], global_batch=7)
     plan, priced = search(asked), 0
-    compute = reserved_bytes
+    compute = PairedBytes.reserved
 
-    def counted(of: Job, candidates: Candidates, *rest: Any, **named: Any) -> Floats:
+    def counted(self: PairedBytes, most: float, states: Ints, passes: Ints) -> Floats:
         nonlocal priced
-        priced += len(candidates)
-        return compute(of, candidates, *rest, **named)
+        priced += len(states)
+        return compute(self, most, states, passes)
 
-    monkeypatch.setattr("shardwright.planner.search.reserved_bytes", counted)
+    monkeypatch.setattr(PairedBytes, "reserved", counted)
     near = near_batches(plan, 0.1)
     bounded, priced = priced, 0
     whole = {batch: search(replace(asked, global_batch=batch), prefer="fastest") for batch in tried(asked)}

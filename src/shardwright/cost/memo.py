@@ -30,6 +30,8 @@ NOT_OF_A_STAGE = {"pp_schedule", "virtual_stages"}
 NOT_OF_A_MICROBATCH = NOT_OF_A_STAGE | {"zero_pp_gather", "zero_secondary_ranks"}
 NOT_OF_STATES = NOT_OF_A_STAGE | {"loss_chunk_tokens", "cp_method"}
 """Keys that the layouts of a group share and that do not affect states. Stages and their ranks are separate keys."""
+NOT_OF_A_LAYER = NOT_OF_A_PASS | {"loss_chunk_tokens"}
+"""Keys that do not affect the passes of a layer. The chunks of a loss affect the head."""
 
 
 MOST_BYTES = 128 * MiB
@@ -81,9 +83,12 @@ class Memo:
             self._last[columns] = candidates, ColumnKeys(key[begins], begins, np.diff(begins, append=len(key)))
         return self._last[columns][1]
 
-    def passes(self, job: Job, candidates: Candidates, of: Hashable, compute: Callable[[Candidates], Passes]) -> Passes:
-        """Return `compute(candidates)`, using cached rows; `of`: the part of the model. Messages are left out."""
-        shared = others(candidates, NOT_OF_A_PASS)
+    def passes(
+        self, candidates: Candidates, of: Hashable, but: set[str], compute: Callable[[Candidates], Passes]
+    ) -> Passes:
+        """Return `compute(candidates)`, using cached rows; `of`: the part of the model, which does not depend on the
+        keys in `but`. Messages are left out."""
+        shared = others(candidates, but)
         table = self.table(OF_A_PASS, of, candidates.kind.splits_backward, shared)
         rows = table.rows(candidates, lambda new: _as_arrays(compute(new)))
         found = Passes(str(of))

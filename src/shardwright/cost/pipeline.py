@@ -4,7 +4,7 @@ The counts follow from the order of the schedule's actions (`split.stages.Schedu
 Shapes: S stages, R ranks, v stages of a rank, k moments.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -31,14 +31,16 @@ class Stages:
     """The layers of each stage and the stages of each rank.
 
     `of_kind`: for each kind of layer the number in each stage, (S,). `of_rank`, (R, v): the stages of each rank.
-    `several`: whether any stage has more than one layer. `built_from`: the inputs of their schedules. `key`: equal for
-    equal layers on equal ranks, of one model.
+    `several`: whether any stage has more than one layer. `alike`, (S,): for each stage the first stage with the same
+    kinds of layers in the same order that is also the first, also the last, or neither. `built_from`: the inputs of
+    their schedules. `key`: equal for equal layers on equal ranks, of one model.
     """
 
     layers: tuple[range, ...]
     of_kind: Mapping[BlockShape, Ints]
     of_rank: Ints
     several: bool
+    alike: Ints
     built_from: ScheduleInputs
     key: tuple[Hashable, ...]
 
@@ -50,8 +52,17 @@ class Stages:
             layers=tuple(self.layers[stage] for stage in kept),
             of_kind={block: counts[kept] for block, counts in self.of_kind.items()},
             of_rank=np.searchsorted(kept, self.of_rank[ranks]),
+            alike=_first_equals(self.alike[kept].tolist()),
             key=(*self.key, *ranks.tolist()),
         )
+
+    @cached_property
+    def merged(self) -> "Stages":
+        """Return these stages with one stage of each rank's stages that are alike; a rank with fewer than v different
+        stages repeats its first."""
+        kept = [list(dict.fromkeys(row)) for row in self.alike[self.of_rank].tolist()]
+        most = max(map(len, kept))
+        return replace(self, of_rank=np.array([[*row, *[row[0]] * (most - len(row))] for row in kept], dtype=np.int64))
 
     def stages_of(self, ranks: Ints) -> Ints:
         """Return the numbers of the stages of some ranks, and of the first and the last stage, in ascending order."""
@@ -166,17 +177,18 @@ def moments(job: Job, candidates: Candidates, microbatches: int) -> Moments:
 
     Raises ScheduleError if the schedule cannot run that number.
     """
-    of = stages(job, candidates).built_from
-    if candidates.kind.microbatches_stay and microbatches > 2:
-        two = _moments(of, 2)
-        return replace(two, in_flight=two.in_flight + microbatches - 2)
-    return _moments(of, microbatches)
+    return _moments_of(stages(job, candidates).built_from, microbatches)
+
+
+def merged_moments(job: Job, candidates: Candidates, microbatches: int) -> Moments:
+    """Return the `moments` of `Stages.merged`: the counts of a rank's stages that are alike are added up."""
+    return _merged_moments(stages(job, candidates), microbatches)
 
 
 def leading_ranks(job: Job, candidates: Candidates, microbatches: int) -> Ints:
     """Return the ranks of `pp`, in ascending order, that can need the most memory in a step of `microbatches`. Every
     other rank has the layers of a leading rank, and at each moment as many micro-batches or fewer of every stage."""
-    return _leading_ranks(stages(job, candidates), job.model, microbatches)
+    return _leading_ranks(stages(job, candidates), microbatches)
 
 
 def every_moment(
@@ -211,7 +223,25 @@ def _stages(
     of_rank = np.array([sorted(layout.held_by(rank)) for rank in range(layout.pp)], dtype=np.int64)
     several = any(len(each) > 1 for each in layers)
     key = (layout.ways, len(layers), sizes)
-    return Stages(layers, of_kind, of_rank, several, ScheduleInputs.from_layout(model, layout, seq_len), key)
+    block_of = {number: block for block, numbers in blocks(model).items() for number in numbers}
+    last = len(layers) - 1
+    alike = _first_equals(
+        (stage == 0, stage == last, *map(block_of.__getitem__, each)) for stage, each in enumerate(layers)
+    )
+    return Stages(layers, of_kind, of_rank, several, alike, ScheduleInputs.from_layout(model, layout, seq_len), key)
+
+
+def _first_equals(items: Iterable[Hashable]) -> Ints:
+    """Return for each item the index of the first item that equals it."""
+    first: dict[Hashable, int] = {}
+    return np.array([first.setdefault(item, at) for at, item in enumerate(items)], dtype=np.int64)
+
+
+def _moments_of(of: ScheduleInputs, microbatches: int) -> Moments:
+    if find(of.name).microbatches_stay and microbatches > 2:
+        two = _moments(of, 2)
+        return replace(two, in_flight=two.in_flight + microbatches - 2)
+    return _moments(of, microbatches)
 
 
 @cache
@@ -220,19 +250,23 @@ def _moments(of: ScheduleInputs, microbatches: int) -> Moments:
 
 
 @cache
-def _leading_ranks(held: Stages, model: ModelSpec, microbatches: int) -> Ints:
-    of, last = held.built_from, len(held.layers) - 1
-    stay = find(of.name).microbatches_stay
-    counts = _moments(of, min(microbatches, 2) if stay else microbatches).counts
-    block_of = {number: block for block, numbers in blocks(model).items() for number in numbers}
-    layers = [
-        [(stage == 0, stage == last, *(block_of[number] for number in held.layers[stage])) for stage in row]
-        for row in held.of_rank.tolist()
-    ]
+def _merged_moments(held: Stages, microbatches: int) -> Moments:
+    each, merged = _moments_of(held.built_from, microbatches), held.merged.of_rank
+    place = (held.alike[held.of_rank][:, :, None] == merged[:, None]).argmax(2)  # (R, v), the first of equal ones
+    added = (place[:, :, None] == np.arange(merged.shape[1])).astype(np.int64)
+    counts = (each.in_flight, each.waiting, each.accumulating + each.reduced, each.accumulating)
+    rows = np.concatenate([each.kind[:, :, None], *(count @ added for count in counts)], axis=2)
+    return _as_moments(_largest(rows))
+
+
+@cache
+def _leading_ranks(held: Stages, microbatches: int) -> Ints:
+    of, alike = held.built_from, held.alike[held.of_rank].tolist()
+    counts = _moments(of, min(microbatches, 2) if find(of.name).microbatches_stay else microbatches).counts
 
     def dominates(one: int, other: int) -> bool:
         """Return whether, at some moment of `one`, at least as much of everything exists, for every one of `other`."""
-        if layers[one] != layers[other]:
+        if alike[one] != alike[other]:
             return False
         return bool((counts[one][None, :] >= counts[other][:, None]).all(2).any(1).all())
 

@@ -1,84 +1,179 @@
-"""The memory of thousands of layouts at once, for a search. Equal to `cost.memory`; shared parts are computed once."""
+"""The memory of thousands of layouts at once, for a search. Equal to `cost.memory`; shared parts are computed once.
+
+Parameters and optimizer states depend on the degrees and the ZeRO stage of a layout, and passes on its micro-batch and
+recomputation. Their bytes are in two tables, and a layout costs the sum of two rows at each moment of a step.
+"""
 
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from shardwright.cost import memory, pipeline, pools, stage_bytes, states
+from shardwright.cost import memory, pipeline, pools, stage_bytes
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.memo import (
     NOT_OF_A_MICROBATCH,
     NOT_OF_STATES,
     OF_A_MICROBATCH,
     OF_STATES,
-    DistinctRows,
     Memo,
     numbered,
     others,
 )
+from shardwright.cost.states import messages, shares_gradients
 
 FIRST = np.zeros(1, dtype=np.int64)
 """The first rank of pp."""
 ROUNDING = 1e-9
 """Relative error of sums in another order, with a margin."""
+AT_ONCE = 2**16
+"""Sums of two rows that are computed at once. With more, they do not fit in the cache."""
 
 
 def reserved_bytes(job: Job, candidates: Candidates, most: float = np.inf, memo: Memo | None = None) -> Floats:
     """Return `memory.estimate_memory(job, candidates).reserved_bytes`, (n,), in a fraction of the time for many
-    candidates. Above `most` the result may be a lower bound. `memo`: of this job.
-
-    Parameters, gradients and optimizer states are computed once for candidates that differ only in micro-batch and
-    recomputation. If they need at most `most`, the first rank of pp follows, and then other ranks that can need more.
-    """
+    candidates. Above `most` the result may be a lower bound. `memo`: of this job."""
     if not job.stack.keeps_gradients and np.any(candidates.world == 1):
         # A single rank's gradients and pools depend on the micro-batch and on the number of them; it has few layouts.
         return memory.estimate_memory(job, candidates).reserved_bytes
-    memo = memo or Memo.from_candidates(candidates)
-    stages = pipeline.stages(job, candidates)
-    table = memo.table(OF_STATES, "states", stages.key, others(candidates, NOT_OF_STATES))
-    at = table.rows(candidates, lambda new: _whole_step(job, new))
-    share, process = memory.lost_share(job, candidates), job.stack.of_process * table.values["workspace"].max()
-    found: Floats = table.values["most"][at] * (1 + share) - share * process
-    for first in (True, False) if candidates.pp > 1 else (True,):  # the first rank has most in flight, mostly
-        rows = np.flatnonzero(found <= most)
-        if len(rows):
-            left = candidates.take(rows)
-            ranks = FIRST if first else _others(job, left)
-            if not len(ranks):
-                break
-            theirs, moving = stages.of_ranks(ranks), _while_running(job, left, memo, ranks)
-            always, update = (table.values[name][np.ix_(at[rows], ranks)] for name in ("always", "update"))
-            whole = np.maximum(always + moving, update)
-            whole += states.messages(job, left, theirs)
-            if pools.has_pools(job):
-                numbers = stages.stages_of(ranks)
-                gathered, sent = (table.values[name][:, numbers][at[rows]] for name in ("gathered", "sent"))
-                room = pools.room(job, left, len(stages.layers))[:, numbers]
-                whole += pools.in_passing(gathered, np.moveaxis(sent, 2, 0), room, theirs)
-            found[rows] = np.maximum(found[rows], whole.max(1) * (1 + share[rows]) - share[rows] * process)
-    return found
+    each = np.arange(len(candidates))
+    return PairedBytes(job, candidates, candidates, memo or Memo.from_candidates(candidates)).reserved(most, each, each)
 
 
-def states_and_passes(
-    job: Job, states_of: Candidates, passes_of: Candidates, limit: float, memo: Memo
-) -> tuple[Floats, Floats]:
-    """Return the bytes that a micro-batch may need, for each layout of `states_of`, and the bytes that it needs at
-    least, for each layout of `passes_of`. A layout with the degrees and ZeRO stage of the former and the micro-batch,
-    the number of micro-batches and the recomputation of the latter needs more than `limit` if it needs more than it
-    may. Both have the shared keys of one group; it has several ranks."""
-    stages = pipeline.stages(job, states_of)
-    table = memo.table(OF_STATES, "states", stages.key, others(states_of, NOT_OF_STATES))
-    at = table.rows(states_of, lambda new: _whole_step(job, new))
-    most = limit * (1 + ROUNDING) / (1 + (0.0 if job.stack.of_process else job.stack.fragmentation))
-    room = np.where(table.values["most"][at] <= most, most - table.values["always"][at, 0], -np.inf)
-    return room, _of_microbatches_alone(job, passes_of, memo)
+class PairedBytes:
+    """The memory of layouts of one group. A layout is a pair of indices: of `states_of`, candidates with its degrees
+    and ZeRO stage, and of `passes_of`, candidates with its tp, cp, ep, ZeRO stage, micro-batch, number of micro-batches
+    and recomputation. `memo`: of this job."""
+
+    def __init__(self, job: Job, states_of: Candidates, passes_of: Candidates, memo: Memo) -> None:
+        self.job, self.states_of, self.passes_of, self.memo = job, states_of, passes_of, memo
+        self.stages = pipeline.stages(job, states_of)
+        table = memo.table(OF_STATES, "states", self.stages.key, others(states_of, NOT_OF_STATES))
+        self.at = table.rows(states_of, lambda new: _whole_step(job, new))
+        self.states = table.values
+        self.microbatches, self.number = numbered(memory.few_microbatches(job, passes_of))
+
+    def may_need(self, most: float, states: Ints, passes: Ints) -> NDArray[np.bool_]:
+        """Return a mask of the layouts, (n,). Left out are layouts whose first rank of pp needs more than `most` bytes
+        for states and for the parts of its activations that do not depend on the data axes."""
+        job, needed = self.job, np.zeros(len(self.passes_of))
+        most *= (1 + ROUNDING) / (1 + (0.0 if job.stack.of_process else job.stack.fragmentation))
+        room = np.where(self.states["most"] <= most, most - self.states["always"][:, 0], -np.inf)[self.at]
+        parts, rows = self._of_microbatches(self.passes_of, FIRST)
+        for number, m in enumerate(self.microbatches.tolist()):
+            mine = np.flatnonzero(self.number == number)
+            distinct, back = numbered(rows[mine])
+            counts = pipeline.merged_moments(job, self.passes_of, m).counts_of(FIRST)
+            needed[mine] = stage_bytes.sizes_of(parts[distinct], counts).max((1, 2))[back]
+        found: NDArray[np.bool_] = needed[passes] <= room[states]
+        return found
+
+    def reserved(self, most: float, states: Ints, passes: Ints) -> Floats:
+        """Return the reserved bytes of the layouts, (n,); above `most` the result may be a lower bound. If states and
+        the optimizer's step need at most `most`, the first rank of pp follows, and then other ranks that can need more.
+        """
+        job, process = self.job, self.job.stack.of_process * self.states["workspace"].max()
+        if job.stack.of_process:
+            theirs = self.passes_of.take(passes)
+            pairs = replace(self.states_of.take(states), micro_batch=theirs.micro_batch, recompute=theirs.recompute)
+            share = memory.lost_share(job, pairs)
+        else:
+            share = memory.lost_share(job, self.passes_of)[passes]
+        found: Floats = self.states["most"][self.at[states]] * (1 + share) - share * process
+        for first in (True, False):  # the first rank has most in flight, mostly
+            left = np.flatnonzero(found <= most)
+            ranks = FIRST if first else self._others(passes[left])
+            if len(left) and len(ranks):
+                peaks = self._peaks(ranks, states[left], passes[left])
+                found[left] = np.maximum(found[left], peaks * (1 + share[left]) - share[left] * process)
+        return found
+
+    def _others(self, passes: Ints) -> Ints:
+        """Return the ranks of pp, except the first, that can need the most memory (`pipeline.leading_ranks`)."""
+        every = self.microbatches[numbered(self.number[passes])[0]].tolist()
+        leading = [pipeline.leading_ranks(self.job, self.states_of, m) for m in every]
+        found = np.unique(np.concatenate([FIRST, *leading]))
+        return found[found > 0]
+
+    def _peaks(self, ranks: Ints, states: Ints, passes: Ints) -> Floats:
+        """Return the largest peak of live tensors and of pools on some ranks of pp, (n,)."""
+        job, found = self.job, np.zeros(len(states))
+        (of, states), (at, passes) = numbered(states), numbered(passes)
+        states_of, passes_of = self.states_of.take(of), self.passes_of.take(at)
+        (parts, rows), (sharded, lasting) = self._of_microbatches(passes_of, ranks), self._sharded(states_of, ranks)
+        always, update = (self.states[name][np.ix_(self.at[of], ranks)] for name in ("always", "update"))
+        beside = messages(job, passes_of, self.stages.of_ranks(ranks))
+        apart = PassingPools(self, ranks, self.at[of], passes_of) if pools.has_pools(job) else None
+        number = self.number[at][passes]
+        for m in numbered(number)[0].tolist():
+            mine = np.flatnonzero(number == m)
+            counts = pipeline.merged_moments(job, states_of, int(self.microbatches[m])).counts_of(ranks)
+            (own, of_own), (theirs, of_theirs) = numbered(states[mine]), numbered(passes[mine])
+            lasts, passing = (
+                np.ascontiguousarray(np.moveaxis(stage_bytes.sizes_of(each, counts), 2, 0))
+                for each in (sharded[lasting[own]], parts[rows[theirs]])
+            )  # each (k, u, ranks)
+            step = max(1, AT_ONCE // lasts[:, 0].size)
+            for begin in range(0, len(mine), step):
+                some = slice(begin, begin + step)
+                state, one = states[mine[some]], passes[mine[some]]
+                moving = lasts.take(of_own[some], axis=1)
+                moving += passing.take(of_theirs[some], axis=1)
+                whole = np.maximum(always[state] + moving.max(0), update[state]) + beside[one]
+                if apart is not None:
+                    whole += apart.in_passing(state, one)
+                found[mine[some]] = whole.max(1)
+        return found
+
+    def _of_microbatches(self, candidates: Candidates, ranks: Ints) -> tuple[Floats, Ints]:
+        """Return a table of the parts of a micro-batch on some ranks of pp, (u, ranks, c), and each candidate's row."""
+        job, stages, no_loss = self.job, self.stages.merged.of_ranks(ranks), self._without_loss(ranks)
+        shared = others(candidates, NOT_OF_A_MICROBATCH | ({"loss_chunk_tokens"} if no_loss else set()))
+        splits = candidates.kind.splits_backward and not no_loss
+        table = self.memo.table(OF_A_MICROBATCH, "parts of a microbatch", stages.key, splits, shared)
+        # The ZeRO stage matters only for whether gradients are accumulated in shards.
+        alike = replace(candidates, zero=np.where(shares_gradients(job, candidates), 2, 0))
+
+        def compute(new: Candidates) -> dict[str, Floats]:
+            of_microbatch = memory.StepMemory(job, new, stages, self.memo).of_microbatch
+            return {"parts": stage_bytes.parts_of_microbatch(of_microbatch, stages)}
+
+        rows = table.rows(alike, compute)
+        return table.values["parts"], rows
+
+    def _sharded(self, candidates: Candidates, ranks: Ints) -> tuple[Floats, Ints]:
+        """Return a table of the parts of some ranks of pp that depend on the data axes, (u, ranks, c), and each
+        candidate's row."""
+        job, stages = self.job, self.stages.merged.of_ranks(ranks)
+        whole_loss = not (self._without_loss(ranks) or candidates.shared.loss_chunk_tokens)
+        table = self.memo.table(OF_STATES, "sharded parts", stages.key, whole_loss, others(candidates, NOT_OF_STATES))
+
+        def compute(new: Candidates) -> dict[str, Floats]:
+            step = memory.StepMemory(job, new, stages)
+            of_stage = step.pooled_shards if pools.has_pools(job) else step.sharded
+            return {"parts": stage_bytes.parts_sharded(of_stage, stages)}
+
+        rows = table.rows(candidates, compute)
+        return table.values["parts"], rows
+
+    def _without_loss(self, ranks: Ints) -> bool:
+        return len(self.stages.layers) - 1 not in self.stages.of_rank[ranks]
 
 
-def _others(job: Job, candidates: Candidates) -> Ints:
-    """Return the ranks of pp, except the first, that can need the most memory (`pipeline.leading_ranks`)."""
-    every = numbered(memory.few_microbatches(job, candidates))[0].tolist()
-    leading = np.unique(np.concatenate([pipeline.leading_ranks(job, candidates, m) for m in every]))
-    return leading[leading > 0]
+class PassingPools:
+    """Pools of parameters and gradients that are being sent, on some ranks of pp, of pairs of states and passes. `at`:
+    the rows of the states."""
+
+    def __init__(self, of: PairedBytes, ranks: Ints, at: Ints, passes_of: Candidates) -> None:
+        numbers = of.stages.merged.stages_of(ranks)
+        self.stages = of.stages.merged.of_ranks(ranks)
+        self.gathered, self.sent = (of.states[name][:, numbers][at] for name in ("gathered", "sent"))
+        self.room = pools.room(of.job, passes_of, len(of.stages.layers))[:, numbers]
+
+    def in_passing(self, states: Ints, passes: Ints) -> Floats:
+        """Return the bytes of the pools, (n, ranks)."""
+        sent = np.moveaxis(self.sent[states], 2, 0)
+        return pools.in_passing(self.gathered[states], sent, self.room[passes], self.stages)
 
 
 def _whole_step(job: Job, candidates: Candidates) -> dict[str, Floats]:
@@ -101,61 +196,3 @@ def _whole_step(job: Job, candidates: Candidates) -> dict[str, Floats]:
         "workspace": held.states["workspace"].max(1),
         **apart,
     }
-
-
-def _of_microbatches_alone(job: Job, candidates: Candidates, memo: Memo) -> Floats:
-    """Return a lower bound on activations and temporary buffers at the peak of the first rank of pp, (n,): without
-    their parts that depend on the data axes. It is computed once for candidates with equal micro-batches."""
-    table, rows = _of_microbatches(job, candidates, memo, FIRST)
-    parts, few = table.values["parts"], memory.few_microbatches(job, candidates)
-    distinct, back = numbered(few * len(parts) + rows)
-    low = np.zeros(len(distinct))
-    for m in numbered(few)[0].tolist():
-        alike = np.flatnonzero(distinct // len(parts) == m)
-        counts = pipeline.moments(job, candidates, m).counts_of(FIRST)
-        low[alike] = stage_bytes.sizes_of(parts[distinct[alike] % len(parts)], counts).max((1, 2))
-    return low[back]
-
-
-def _of_microbatches(job: Job, candidates: Candidates, memo: Memo, ranks: Ints) -> tuple[DistinctRows, Ints]:
-    """Return the table of the parts of a micro-batch on some ranks of pp, (u, ranks, c), and each candidate's row."""
-    whole = pipeline.stages(job, candidates)
-    stages = whole.of_ranks(ranks)
-    no_loss = len(whole.layers) - 1 not in whole.of_rank[ranks]
-    shared = others(candidates, NOT_OF_A_MICROBATCH | ({"loss_chunk_tokens"} if no_loss else set()))
-    splits = candidates.kind.splits_backward and not no_loss
-    table = memo.table(OF_A_MICROBATCH, "parts of a microbatch", stages.key, splits, shared)
-    # The ZeRO stage matters only for whether gradients are accumulated in shards.
-    alike = replace(candidates, zero=np.where(states.shares_gradients(job, candidates), 2, 0))
-
-    def compute(new: Candidates) -> dict[str, Floats]:
-        of_microbatch = memory.StepMemory(job, new, stages, memo).of_microbatch
-        return {"parts": stage_bytes.parts_of_microbatch(of_microbatch, stages)}
-
-    return table, table.rows(alike, compute)
-
-
-def _while_running(job: Job, candidates: Candidates, memo: Memo, ranks: Ints) -> Floats:
-    """Return activations and temporary buffers at the peak of some ranks of pp, (n, ranks). One part depends on the
-    micro-batch, and one on the data axes; each is computed once, and a peak is the largest sum at one moment."""
-    whole = pipeline.stages(job, candidates)
-    stages = whole.of_ranks(ranks)
-    no_loss = len(whole.layers) - 1 not in whole.of_rank[ranks]
-    of_microbatches, passing = _of_microbatches(job, candidates, memo, ranks)
-    whole_loss = not (no_loss or candidates.shared.loss_chunk_tokens)
-    sharded = memo.table(OF_STATES, "sharded parts", stages.key, whole_loss, others(candidates, NOT_OF_STATES))
-    apart = pools.has_pools(job)
-
-    def parts_sharded(new: Candidates) -> dict[str, Floats]:
-        step = memory.StepMemory(job, new, stages)
-        return {"parts": stage_bytes.parts_sharded(step.pooled_shards if apart else step.sharded, stages)}
-
-    lasting = sharded.rows(candidates, parts_sharded)
-    theirs, own = of_microbatches.values["parts"], sharded.values["parts"]
-    few = memory.few_microbatches(job, candidates)
-    found = np.zeros((len(candidates), len(ranks)))
-    for m in numbered(few)[0].tolist():
-        mine = np.flatnonzero(few == m)
-        counts = pipeline.moments(job, candidates, m).counts_of(ranks)
-        found[mine] = stage_bytes.sizes_of(theirs[passing[mine]] + own[lasting[mine]], counts).max(2)
-    return found

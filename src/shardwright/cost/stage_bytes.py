@@ -12,7 +12,7 @@ import numpy as np
 from shardwright.cost import activations, ledger, pipeline, states
 from shardwright.cost.activations import EndActivations, LayerActivations
 from shardwright.cost.job import Candidates, Floats, Ints, Job
-from shardwright.cost.memo import NOT_OF_A_PASS, OF_A_PASS, Memo, others
+from shardwright.cost.memo import NOT_OF_A_LAYER, OF_A_PASS, Memo, others
 from shardwright.cost.parameters import Parameters
 from shardwright.cost.pipeline import Layers, Moments, Stages
 
@@ -111,7 +111,7 @@ def _layer(job: Job, alike: Layers, memo: Memo | None) -> LayerActivations:
     """Return the activations of layers of a kind, from the memo if it has them."""
     if memo is None:
         return activations.layer(job, alike.candidates, alike.block, alike.name)
-    table = memo.table(OF_A_PASS, "activations", alike.name, others(alike.candidates, NOT_OF_A_PASS))
+    table = memo.table(OF_A_PASS, "activations", alike.name, others(alike.candidates, NOT_OF_A_LAYER))
     rows = table.rows(alike.candidates, lambda new: vars(activations.layer(job, new, alike.block, alike.name)))
     return LayerActivations(**{name: values[rows] for name, values in table.values.items()})
 

@@ -16,7 +16,16 @@ from shardwright.cost.idle import StageTimes, busy
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.layer import embedding, head, layer
 from shardwright.cost.ledger import Formulas
-from shardwright.cost.memo import NOT_OF_A_PASS, NOT_OF_STATES, OF_A_PASS, OF_STATES, Memo, others, remembers
+from shardwright.cost.memo import (
+    NOT_OF_A_LAYER,
+    NOT_OF_A_PASS,
+    NOT_OF_STATES,
+    OF_A_PASS,
+    OF_STATES,
+    Memo,
+    others,
+    remembers,
+)
 from shardwright.cost.optimizer_step import optimizer_step
 from shardwright.cost.parameters import RankParameters
 from shardwright.cost.passes import Passes
@@ -138,7 +147,7 @@ class StagePasses:
         first[-1] += job.model.mtp_modules
         self.work: list[tuple[Passes, Ints]] = [
             (self._of("the embedding", candidates, partial(embedding, job)), first),
-            (self._of("the head", candidates, partial(head, job)), last),
+            (self._of("the head", candidates, partial(head, job), NOT_OF_A_PASS), last),
         ]
         self.work += [
             (
@@ -148,8 +157,10 @@ class StagePasses:
             for alike in pipeline.layers_alike(job, candidates, cut)
         ]
 
-    def _of(self, part: str, candidates: Candidates, compute: Callable[[Candidates], Passes]) -> Passes:
-        return compute(candidates) if self.memo is None else self.memo.passes(self.job, candidates, part, compute)
+    def _of(
+        self, part: str, candidates: Candidates, compute: Callable[[Candidates], Passes], but: set[str] = NOT_OF_A_LAYER
+    ) -> Passes:
+        return compute(candidates) if self.memo is None else self.memo.passes(candidates, part, but, compute)
 
     def times(self) -> StageTimes:
         """Return the times of each stage for the simulation of the pipeline."""

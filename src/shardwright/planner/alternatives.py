@@ -10,7 +10,6 @@ from shardwright.cost.job import COLUMNS, Candidates
 from shardwright.layout.box import DENSE_AXES
 from shardwright.layout.keys import KEYS
 from shardwright.planner.choice import Choice, PricedLayout
-from shardwright.planner.distinct import SAME_TIME
 from shardwright.planner.search import Plan, survey
 from shardwright.planner.space import Condition, Mask
 from shardwright.schedule.named import INTERLEAVED, ONE_F_ONE_B
@@ -22,6 +21,8 @@ SIDES = (
     *(name for name in _SIDES if name not in (*COLUMNS, "pp")),
 )
 """Choices whose runner-up (the best layout with another value) is shown: numbers first, then words."""
+SHOWN = 0.0005
+"""Relative difference of step times below which a row would show +0.0 %."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,9 @@ class Alternative:
         return self.nearest[0]
 
     def as_fast(self, best: PricedLayout) -> bool:
-        """Return whether its step is as fast as the best layout's, within the error of the prediction."""
-        return self.priced is not None and abs(self.priced.step_s - best.step_s) <= SAME_TIME * best.step_s
+        """Return whether its step is as fast as the best layout's in the digits that are shown."""
+        slower = self.slower(best)
+        return slower is not None and abs(slower) < SHOWN
 
     def slower(self, best: PricedLayout) -> float | None:
         """Return the step time relative to the best layout's, less 1; None if no layout of the kind fits."""

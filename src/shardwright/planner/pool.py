@@ -1,6 +1,7 @@
 """Layouts that fit, with a lower bound on the step time of each, and a search for the fastest of any subset."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -17,6 +18,8 @@ BLOCK = 2048
 """Layouts of a group whose bounds are computed at once. With fewer, the overhead of numpy calls exceeds their work."""
 BOUNDED = 64
 """Layouts whose bounds a search for the fastest computes first; then twice as many, and so on."""
+READ = 2**15
+"""Layouts that a search for the fastest first compares with its subset; then as many again."""
 BITS = 40
 """Bits of a time by which layouts are ordered, 1e-12 of it. The order of additions, which depends on how many layouts
 are priced at once, changes the last of 53 bits, and must not decide between layouts that take the same time."""
@@ -38,15 +41,8 @@ class LayoutPool:
         self.peak_bytes = peak_bytes
         self.low_s = low_s
         self._ends = np.cumsum([len(group) for group in self.groups], dtype=np.int64)
-        self._order = np.argsort(low_s, kind="stable")
-        self._blocks = [
-            block
-            for end, group in zip(self._ends.tolist(), self.groups, strict=True)
-            for block in _blocks(low_s[end - len(group) : end], end - len(group))
-        ]
-        self._block = np.zeros(len(low_s), dtype=np.int64)
-        for number, block in enumerate(self._blocks):
-            self._block[block] = number
+        self._blocks: list[Ints] = []
+        self._block = np.full(len(low_s), -1)
         self._bound_s = np.full(len(low_s), np.nan)
         self._exact: dict[int, float] = {}
         self._memo = memo_of(job)
@@ -69,16 +65,25 @@ class LayoutPool:
         """Return the bounds of all n layouts, (n,)."""
         return self._bounds(slice(None))
 
-    def within(self, most_s: float) -> Mask:
-        """Return the mask of the layouts whose bound is at most `most_s`, (n,)."""
-        found = self.low_s <= most_s
-        found[found] = self._bounds(np.flatnonzero(found)) <= most_s
+    @cached_property
+    def _order(self) -> Ints:
+        return np.argsort(self.low_s, kind="stable")
+
+    @cached_property
+    def _in_order(self) -> Floats:
+        found: Floats = self.low_s[self._order]
         return found
 
     def _bounds(self, numbers: Ints | slice) -> Floats:
         """Return the bounds of some layouts; compute missing ones, a block at a time."""
-        missing = np.isnan(self._bound_s[numbers])
-        for number in np.unique(self._block[numbers][missing]).tolist():
+        missing = np.arange(len(self))[numbers][np.isnan(self._bound_s[numbers])]
+        for group in np.unique(np.searchsorted(self._ends, missing[self._block[missing] < 0], side="right")).tolist():
+            end = int(self._ends[group])
+            begin = end - len(self.groups[group])
+            for block in _blocks(self.low_s[begin:end], begin):
+                self._block[block] = len(self._blocks)
+                self._blocks.append(block)
+        for number in np.unique(self._block[missing]).tolist():
             block = self._blocks[number]
             group, begin = self._place(int(block[0]))
             layouts = self.groups[group].take(block - (int(block[0]) - begin))
@@ -100,22 +105,28 @@ class LayoutPool:
         group, row = self._place(number)
         return choice_at(self.groups[group], row)
 
-    def fastest(self, k: int, among: Mask | None = None) -> list[int]:
+    def fastest(self, k: int, among: Mask | None = None, most_s: float = np.inf) -> list[int]:
         """Return the numbers of the k layouts with the least simulated time, the fastest first; of equals the simpler
-        layout, which comes first. `among`, (n,): the subset to search. Returns fewer than k if the subset has fewer.
+        layout, which comes first. `among`, (n,): the subset to search. `most_s`: layouts whose bound is above it are
+        left out. Returns fewer than k if there are fewer.
 
         Best first: layouts are simulated in the order of their bounds, until no remaining bound is below the k-th time.
         Bounds are computed in the order of `low_s`, as far as the next bounds in order must be known. No layout is
         faster than its bound, so the result is the same as after simulating all.
         """
-        order = self._order if among is None else self._order[among[self._order]]
         found: list[tuple[float, int]] = []
-        done, bounded = 0, 0
-        while bounded < len(order):
-            bounded = min(len(order), max(BOUNDED, 2 * bounded))
+        order, read, done, bounded = np.zeros(0, dtype=np.int64), 0, 0, 0
+        end = len(self) if most_s == np.inf else int(np.searchsorted(self._in_order, most_s, side="right"))
+        while read < end or bounded < len(order):
+            bounded = max(BOUNDED, 2 * bounded)
+            while len(order) <= bounded and read < end:
+                some = self._order[read : min(end, max(READ, 2 * read))]
+                order = np.append(order, some if among is None else some[among[some]])
+                read += len(some)
+            bounded = min(len(order), bounded)
             numbers = np.sort(order[:bounded])
             bound_s = self._bounds(numbers)
-            ready = bound_s < (self.low_s[order[bounded]] if bounded < len(order) else np.inf)
+            ready = (bound_s < (self.low_s[order[bounded]] if bounded < len(order) else np.inf)) & (bound_s <= most_s)
             numbers, bound_s = numbers[ready], bound_s[ready]
             sorted_at = np.argsort(bound_s, kind="stable")
             for begin in range(done, len(numbers), AT_ONCE):

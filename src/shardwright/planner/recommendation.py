@@ -98,20 +98,22 @@ def candidates(
     are left out. `fewer_layers`: also with recomputation in as few layers as leave headroom.
     """
     by, node_size = fastest.job.calibration.difference, fastest.job.cluster.node_size
-    near = pool.within(exp(by["base"] + by["moved"]) * fastest.step_s)
+    most_s = exp(by["base"] + by["moved"]) * fastest.step_s
+    near = pool.low_s <= most_s
     n_axes = pool.numbers(lambda group: complexity(group, node_size) // 2)
     room = with_headroom(limit_bytes)
     for most_bytes, kept in ((room, near & (pool.peak_bytes <= room)), (limit_bytes, near & (pool.peak_bytes > room))):
         for count in range(axes(fastest) + 1):
             among = kept & (n_axes == count)
-            level = [PricedLayout.from_choice(fastest.job, pool.choice(number)) for number in pool.fastest(FEW, among)]
+            numbers = pool.fastest(FEW, among, most_s)
+            level = [PricedLayout.from_choice(fastest.job, pool.choice(number)) for number in numbers]
             if fewer_layers:
                 level = [with_fewest_layers(each, most_bytes) for each in level]
             tied = [each for each in level if each.step_s <= fastest.step_s or ties(fastest, each)]
             if tied:
                 yield from tied
                 best = min(tied, key=lambda each: each.step_s)
-                yield from plainer(best, pool, among)
+                yield from plainer(best, pool, among, most_s)
                 if most_bytes == room:
                     return
 

@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from shardwright.cost.host import host_share, node_host_bytes
+from shardwright.cost.host import host_share, node_host_bytes, uses_host
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.memo import Memo
-from shardwright.cost.reserved import reserved_bytes, states_and_passes
+from shardwright.cost.reserved import PairedBytes, reserved_bytes
+from shardwright.cost.states import averages_on_host
 from shardwright.cost.step import least_time
 from shardwright.planner.choice import Choice, PricedLayout, choice_at
 from shardwright.planner.distinct import distinct
@@ -32,6 +33,7 @@ from shardwright.planner.space import (
     OFFLOADS,
     CandidateRows,
     Condition,
+    DistinctParts,
     FixedChoices,
     Mask,
     masked_groups,
@@ -47,9 +49,6 @@ MARGIN = 0.1
 TOP = 10
 PARALLEL_FROM = 512
 """Number of accelerators from which a search is slow enough to use several processes."""
-CELLS = 2**19
-"""Layouts x pp ranks that are evaluated at once. With fewer, the overhead of numpy calls exceeds their work; with more,
-the arrays do not fit in the cache."""
 
 Progress = Callable[[int, int], None]
 
@@ -224,48 +223,51 @@ def _survey_of(
     n_layouts, least, nearest_bytes, exists, memo = 0, np.inf, np.inf, False, memo or memo_of(job)
     nearest: Choice | None = None
     for found, rows, valid in masked_groups(job, pp, _offload(condition), condition):
-        exists = True
-        n_layouts += int(valid.sum())
-        if not valid.any():
-            continue
-        most = max(
-            limit, least if nearest else _first_guess(job, found.take(rows.degrees.among(valid).first), limit, memo)
-        )
-        passes = rows.passes.among(valid)
-        passes_of = found.take(passes.first)
-        low_of_passes, slow = least_time(job, passes_of, memo), np.zeros(len(passes_of), dtype=bool)
+        exists, at = True, np.flatnonzero(valid)
+        n_layouts += len(at)
         if most_s < np.inf:
-            slow = least_time(job, replace(passes_of, recompute=np.zeros_like(passes_of.recompute)), memo) > most_s
-        at_all = _promising(job, found, rows, valid, most, memo)
-        at_all = at_all[~slow[passes.of_row[at_all]]]
-        for at in _parts(at_all, pp):
-            group = found.take(at)
-            most = max(limit, min(most, least))
-            on_device = reserved_bytes(job, group, most, memo)
-            needed = _with_host(job, group, on_device, limit, most)
-            first = int(needed.argmin())
-            if needed[first] < least:
-                nearest, nearest_bytes, least = choice_at(group, first), float(on_device[first]), float(needed[first])
-            fits = needed <= limit
-            if fits.any():
-                kept.append(group.take(fits))
-                peaks.append(on_device[fits])
-                low_s.append(low_of_passes[passes.of_row[at[fits]]])
+            at = at[_quick(job, found, rows.passes.among(at), most_s, memo)]
+        if not len(at):
+            continue
+        if nearest is None:
+            least = _first_guess(job, found.take(rows.degrees.among(at).first), limit, memo)
+        at, on_device = _priced(job, found, rows, at, max(limit, least), memo)
+        if not len(at):
+            continue
+        needed = _with_host(job, found, at, on_device, limit, max(limit, least))
+        first = int(needed.argmin())
+        if needed[first] < least or nearest is None:
+            nearest, nearest_bytes, least = choice_at(found, at[first]), float(on_device[first]), float(needed[first])
+        fits = needed <= limit
+        if fits.any():
+            passes = rows.passes.among(at[fits])
+            kept.append(found.take(at[fits]))
+            peaks.append(on_device[fits])
+            low_s.append(least_time(job, found.take(passes.first), memo)[passes.of_row])
     if not exists:
         return None
     pool = LayoutPool(job, kept, np.concatenate(low_s), np.concatenate(peaks))
     return Survey(n_layouts, pool, nearest, nearest_bytes, least)
 
 
-def _promising(job: Job, found: Candidates, rows: CandidateRows, valid: Mask, most: float, memo: Memo) -> Ints:
-    """Return the rows of the mask `valid`, (n,), without layouts whose states and first micro-batch alone need more
-    than `most` bytes."""
-    if job.cluster.size == 1 or not valid.any():
-        return np.flatnonzero(valid)
-    degrees, passes = rows.degrees.among(valid), rows.passes.among(valid)
-    room, needed = states_and_passes(job, found.take(degrees.first), found.take(passes.first), most, memo)
-    kept = np.flatnonzero(valid)
-    return kept[needed[passes.of_row[kept]] <= room[degrees.of_row[kept]]]
+def _quick(job: Job, found: Candidates, passes: DistinctParts, most_s: float, memo: Memo) -> Mask:
+    """Return the mask of the layouts, (n,), whose step may take at most `most_s` if fewer of their layers recompute.
+    `passes`: of the n layouts."""
+    passes_of = found.take(passes.first)
+    least = least_time(job, replace(passes_of, recompute=np.zeros_like(passes_of.recompute)), memo)
+    quick: Mask = (least <= most_s)[passes.of_row]
+    return quick
+
+
+def _priced(job: Job, found: Candidates, rows: CandidateRows, at: Ints, most: float, memo: Memo) -> tuple[Ints, Floats]:
+    """Return the rows among `at` that may need at most `most` bytes of a device, and the bytes that they need; above
+    `most` these may be a lower bound."""
+    if job.cluster.size == 1:
+        return at, reserved_bytes(job, found.take(at), most, memo)
+    states, passes = rows.degrees.among(at), rows.passes.among(at)
+    priced = PairedBytes(job, found.take(states.first), found.take(passes.first), memo)
+    kept = priced.may_need(most, states.of_row, passes.of_row)
+    return at[kept], priced.reserved(most, states.of_row[kept], passes.of_row[kept])
 
 
 def _first_guess(job: Job, candidates: Candidates, limit: float, memo: Memo) -> float:
@@ -273,15 +275,18 @@ def _first_guess(job: Job, candidates: Candidates, limit: float, memo: Memo) -> 
     equal share of `limit`. The layout that needs the least memory of all needs no more."""
     at = int(reserved_bytes(job, candidates, 0.0, memo).argmin())
     one = candidates.take(slice(at, at + 1))
-    return float(_with_host(job, one, reserved_bytes(job, one, memo=memo), limit, np.inf)[0])
+    return float(_with_host(job, one, np.zeros(1, np.int64), reserved_bytes(job, one, memo=memo), limit, np.inf)[0])
 
 
-def _with_host(job: Job, candidates: Candidates, on_device: Floats, limit: float, most: float) -> Floats:
-    """Return the bytes of a device that layouts need, or if larger, the share of their host's memory as an equal share
-    of `limit`. For layouts that need more than `most` bytes of the device, return the bytes of the device."""
-    needed, rows = on_device.copy(), np.flatnonzero(on_device <= most)
-    if len(rows):
-        needed[rows] = np.maximum(on_device[rows], limit * host_share(job, candidates.take(rows)))
+def _with_host(job: Job, found: Candidates, at: Ints, on_device: Floats, limit: float, most: float) -> Floats:
+    """Return the bytes of a device that the layouts of some rows need, or if larger, the share of their host's memory
+    as an equal share of `limit`. For layouts that need more than `most` bytes of the device, return the bytes of the
+    device."""
+    if not uses_host(found.shared, averages_on_host(job, found)):
+        return on_device
+    needed, room = on_device.copy(), on_device <= most
+    if room.any():
+        needed[room] = np.maximum(on_device[room], limit * host_share(job, found.take(at[room])))
     return needed
 
 
@@ -303,25 +308,17 @@ def _on_device(job: Job, limit: float, condition: Condition | None) -> Iterator[
     memo, any_group = memo_of(job), False
     for pp in divisors(job.cluster.size):
         for found, rows, valid in masked_groups(job, pp, _offload(condition), condition):
-            any_group = True
-            for at in _parts(_promising(job, found, rows, valid, limit, memo), pp):
-                part = found.take(at)
-                room = reserved_bytes(job, part, limit, memo) <= limit
-                if room.any():
-                    yield part.take(room)
+            any_group, at = True, np.flatnonzero(valid)
+            if len(at):
+                at, needed = _priced(job, found, rows, at, limit, memo)
+                if (needed <= limit).any():
+                    yield found.take(at[needed <= limit])
     if not any_group:
         raise LayoutError(no_layout(job))
 
 
 def _offload(condition: Condition | None) -> dict[str, Any]:
     return condition.offload if isinstance(condition, FixedChoices) else {}
-
-
-def _parts(rows: Ints, pp: int) -> Iterator[Ints]:
-    """Yield the rows of layouts with pipelines of `pp` ranks in parts small enough to evaluate at once."""
-    step = max(1, CELLS // pp)
-    for begin in range(0, len(rows), step):
-        yield rows[begin : begin + step]
 
 
 Item = TypeVar("Item")

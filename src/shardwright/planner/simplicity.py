@@ -70,26 +70,27 @@ def simplest_near(best: PricedLayout, pool: LayoutPool) -> list[PricedLayout]:
     """Return the layouts of a pool among which `simplest` selects the simplest layout that takes at most `NEAR` times
     as long as the fastest, `best`; empty if `best` is the simplest."""
     node_size = best.job.cluster.node_size
-    near = pool.within(NEAR * best.step_s)
+    most_s = NEAR * best.step_s
+    near = pool.low_s <= most_s
     of_each = pool.numbers(lambda group: complexity(group, node_size))
     for least in np.unique(of_each[near]):
         if least >= complexity(best.choice.candidates, node_size)[0]:
             break
         among = near & (of_each == least)
-        for number in pool.fastest(1, among):
+        for number in pool.fastest(1, among, most_s):
             result = PricedLayout.from_choice(best.job, pool.choice(number))
-            if result.step_s <= NEAR * best.step_s:
-                return [result, *plainer(result, pool, among)]
+            if result.step_s <= most_s:
+                return [result, *plainer(result, pool, among, most_s)]
     return []
 
 
-def plainer(best: PricedLayout, pool: LayoutPool, among: Mask) -> Iterator[PricedLayout]:
+def plainer(best: PricedLayout, pool: LayoutPool, among: Mask, most_s: float) -> Iterator[PricedLayout]:
     """Yield, for each number of settings smaller than the settings of `best`, the fastest layout of a subset of a pool,
-    if it takes at most `WORTH_A_KEY` longer than `best`."""
-    kept = among & pool.within((1 + WORTH_A_KEY) * best.step_s)
+    if it takes at most `WORTH_A_KEY` longer than `best`, and at most `most_s`."""
+    most_s = min(most_s, (1 + WORTH_A_KEY) * best.step_s)
     n_settings = pool.numbers(settings_of)
     for count in range(settings(best.choice)):
-        for number in pool.fastest(1, kept & (n_settings == count)):
+        for number in pool.fastest(1, among & (n_settings == count), most_s):
             yield PricedLayout.from_choice(best.job, pool.choice(number))
 
 

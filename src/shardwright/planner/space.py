@@ -136,11 +136,12 @@ class DistinctParts(NamedTuple):
         there = first >= 0
         return DistinctParts(first[there], (np.cumsum(there) - 1)[numbers])
 
-    def among(self, kept: Mask) -> "DistinctParts":
-        """Return the values that rows of the mask, (n,), have. The indices of the other rows are undefined."""
+    def among(self, rows: Ints) -> "DistinctParts":
+        """Return the distinct values of some of the rows."""
+        of_row = self.of_row[rows]
         there = np.zeros(len(self.first), dtype=bool)
-        there[self.of_row[kept]] = True
-        return DistinctParts(self.first[there], (np.cumsum(there) - 1)[self.of_row])
+        there[of_row] = True
+        return DistinctParts(self.first[there], (np.cumsum(there) - 1)[of_row])
 
 
 @dataclass(frozen=True)

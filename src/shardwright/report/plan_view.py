@@ -91,10 +91,11 @@ class SearchedPlan:
 
 def plan_view(searched: SearchedPlan, data: Any) -> VerbDocument:
     """Return the document of a plan. `data`: its JSON document."""
-    job = searched.plan.job
+    job, asked = searched.plan.job, searched.whole.job.cluster
     found = searched.plan.recommended is not None
-    parts = [job_note(job, searched.name), *(_found(searched) if found else _nothing_fits(searched))]
-    return VerbDocument(f"{searched.name} on {job.cluster.name}: the layout", data, parts)
+    on = asked.name if searched.whole is searched.plan else f"{job.cluster.size} of {asked.size} in {asked.name}"
+    parts = [job_note(job, searched.name, on), *(_found(searched) if found else _nothing_fits(searched))]
+    return VerbDocument(f"{searched.name} on {on}: the layout", data, parts)
 
 
 def explained_view(
@@ -127,12 +128,12 @@ def formula_parts(texts: Iterable[str]) -> Iterator[Part]:
     yield Code("\n".join(inside))
 
 
-def job_note(job: Job, name: str) -> Note:
-    """Return the model, the cluster and the batch of the job."""
+def job_note(job: Job, name: str, cluster: str = "") -> Note:
+    """Return the model, the cluster and the batch of the job. `cluster`: instead of the name of the job's cluster."""
     tokens = job.document_tokens
     within = "" if tokens is None else f", attention within documents (sum L^2 / sum L = {tokens:,.0f} tokens)"
     return Note(
-        f"{name}, {format_count(job.model.n_parameters)} parameters{_adapters(job)}, on {job.cluster.name}: "
+        f"{name}, {format_count(job.model.n_parameters)} parameters{_adapters(job)}, on {cluster or job.cluster.name}: "
         f"{counted(job.global_batch, 'sequence')} of {job.seq_len:,} "
         f"{'token' if job.seq_len == 1 else 'tokens'} a step, {job.precision}, "
         f"{_software(job)}{within}"
