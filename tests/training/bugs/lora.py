@@ -226,8 +226,8 @@ SHARD: dict[str, AnyBug] = {
     "the adapters of all experts are exported as the first one's": UnitBug(
         Mutation(
             "shardwright.hugging_face.peft:adapter_files",
-            "ParameterPart(ours, expert, n_rows)",
-            "ParameterPart(ours, expert and 0, n_rows)",
+            "ParameterPart(ours, expert, shape[0])",
+            "ParameterPart(ours, expert and 0, shape[0])",
         ),
         "tests/hugging_face/test_peft.py:check_that_an_adapter_passes_unchanged",
         given=("mixtral",),
