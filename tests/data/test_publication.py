@@ -15,11 +15,12 @@ from tokenizers import Tokenizer
 from shardwright.config.sections import TokenCache
 from shardwright.data.corpus_writer import VALIDATION
 from shardwright.data.prepare import prepare
+from shardwright.data.publication import STAGING
 from shardwright.data.samples import DocumentSamples, PackedSamples, SplitSamples
 from shardwright.data.shard_order import ShardOrder
 from shardwright.data.shards import TokenSplit, open_split, verify_checksums
 from shardwright.data.token_manifest import DataManifest, UnfinishedPrepare
-from shardwright.system.errors import DataError
+from shardwright.system.errors import DataError, InputError
 from tests.data.publications import OPTIONS, corpus, prepare_killed
 
 
@@ -54,8 +55,10 @@ def test_a_source_that_has_changed_is_refused(killed: Path, tmp_path: Path, chan
     source.write_text(kept)
 
 
-def test_a_prepare_that_was_killed_continues_to_the_tokens_of_one_that_was_not(killed: Path, whole: Path) -> None:
-    tokens = killed / "tokens"
+def test_a_prepare_that_was_killed_continues_to_the_tokens_of_one_that_was_not(
+    killed: Path, whole: Path, tmp_path: Path
+) -> None:
+    tokens = shutil.copytree(killed / "tokens", tmp_path / "tokens")
     before = DataManifest.read(tokens)
     n_shards = len(before.splits["train"].shards)
     assert before.unfinished is not None
@@ -111,15 +114,66 @@ def test_what_is_not_the_same_prepare_is_refused(whole: Path, tmp_path: Path) ->
     prepare(source, tmp_path / "plain", **OPTIONS | {"publish": False})
     with pytest.raises(DataError, match="was not made with --publish"):
         prepare(source, tmp_path / "plain", **OPTIONS)
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match=r"files that prepare did not make: tokenizer\.json"):
-        prepare(source, tmp_path / "own", **OPTIONS)
-    assert (tmp_path / "own" / "tokenizer.json").read_text() == "{}"
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "letter.txt").write_text("dear")
-    with pytest.raises(DataError, match=r"files that prepare did not make: letter\.txt"):
-        prepare(source, tmp_path / "mine", **OPTIONS)
+
+
+@pytest.mark.parametrize("locked", [False, True])
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "train-00000.bin", "letter.txt", ".x.1.tmp"])
+def test_a_file_that_prepare_did_not_make_stays(whole: Path, tmp_path: Path, name: str, locked: bool) -> None:
+    """Also with the lock that a prepare has left that was killed before its first shard."""
+    out = tmp_path / "own"
+    out.mkdir()
+    if locked:
+        (out / ".lock").write_text("process 1 on elsewhere\n")
+    (out / name).write_text("{}")
+    before = sorted(os.listdir(out))
+    with pytest.raises(DataError, match=rf"files that prepare did not make: {re.escape(name)}"):
+        prepare(whole.parent / "x.jsonl", out, **OPTIONS)
+    assert (out / name).read_text() == "{}"
+    assert sorted(os.listdir(out)) == before
+
+
+def test_a_lock_of_another_program_stays(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text("held by dpkg")
+    with pytest.raises(InputError, match=r"\.lock is no lock of Shardwright; move it away"):
+        prepare(whole.parent / "x.jsonl", tmp_path, **OPTIONS)
+    assert (tmp_path / ".lock").read_text() == "held by dpkg"
+
+
+def test_a_file_with_the_name_of_the_next_shard_is_not_replaced(killed: Path, whole: Path, tmp_path: Path) -> None:
+    """Neither a file that is there at the start, nor one that appears while shards are written."""
+    tokens = shutil.copytree(killed / "tokens", tmp_path / "tokens")
+    n_shards = len(DataManifest.read(tokens).splits["train"].shards)
+    own = tokens / f"train-{n_shards:05d}.idx"
+    own.write_text("mine")
+    with pytest.raises(DataError, match=rf"files that prepare did not make: {own.name}"):
+        prepare(killed / "x.jsonl", tokens, **OPTIONS)
+    own.unlink()
+
+    with pytest.raises(DataError, match=rf"{own.name} is not of this publication; move it away, then start the same"):
+        prepare(killed / "x.jsonl", tokens, **OPTIONS, progress=lambda now: own.write_text("mine"))
+    assert own.read_text() == "mine"
+    own.unlink()
+    assert prepare(killed / "x.jsonl", tokens, **OPTIONS).fingerprint == DataManifest.read(whole).fingerprint
+
+
+@pytest.mark.parametrize("moved", [0, 3, 99])
+def test_a_prepare_that_was_killed_while_it_moved_files_finishes_their_publication(
+    killed: Path, whole: Path, tmp_path: Path, moved: int
+) -> None:
+    tokens = shutil.copytree(killed / "tokens", tmp_path / "tokens")
+    before, complete = DataManifest.read(tokens), DataManifest.read(whole)
+    staging = tokens / STAGING
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir()
+    fresh = sorted(set(complete.sha256_of_files) - set(before.sha256_of_files))
+    for i, name in enumerate(fresh):
+        shutil.copy(whole / name, (tokens if i < moved else staging) / name)
+    complete.model_copy(update={"publication": before.publication, "source": before.source}).written(staging)
+    after = prepare(killed / "x.jsonl", tokens, **OPTIONS)
+    assert after.unfinished is None
+    assert after.fingerprint == complete.fingerprint
+    assert sorted(os.listdir(tokens)) == sorted(["manifest.json", ".lock", *after.sha256_of_files])
+    assert verify_checksums(tokens) == []
 
 
 def test_a_complete_folder_is_refused_for_another_tokenizer_separator_or_end(whole: Path, tmp_path: Path) -> None:

@@ -14,13 +14,19 @@ import numpy as np
 import xxhash
 
 from shardwright.system.errors import DataError
-from shardwright.system.files import read_bytes, reason
+from shardwright.system.files import open_regular, read_bytes, reason
 from shardwright.system.units import KiB
 
 BLOCK_BYTES = 64 * KiB
 """The block size of folders that are written now; readers take the manifest's block size."""
 SUM_BYTES = 8
 WAY_OUT = "copy the file again, or prepare the data again; `shardwright data inspect DIR --verify` reads every file"
+
+
+def file_sha256(path: Path) -> str:
+    """Return the sha256 of a regular file, in hexadecimal digits."""
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def n_blocks(n_bytes: int, block_bytes: int) -> int:

@@ -24,7 +24,7 @@ from shardwright.data.corpus_writer import CorpusWriter, token_dtype
 from shardwright.data.encoding import TextSection, answer_sections
 from shardwright.data.order import keyed_fractions
 from shardwright.data.pairs import PairFormat
-from shardwright.data.publication import Publication, publishing
+from shardwright.data.publication import STAGING, Publication, publishing
 from shardwright.data.remote import size_bytes
 from shardwright.data.sources import HUB, Document, EncodingErrors, Meter, documents, source_files
 from shardwright.data.token_manifest import MANIFEST, TOKENIZER, DataManifest, UnfinishedPrepare
@@ -198,12 +198,12 @@ def prepare(
         if begun is not None and begun.manifest is not None and begun.manifest.unfinished is None:
             return begun.manifest
         with (
-            contextlib.nullcontext(begun.folder)
+            contextlib.nullcontext(begun.staging)
             if begun is not None
             else new_folder(Path(out), lambda place: _may_replace(place, overwrite), DataError, NO_ROOM_HINT)
         ) as folder:
             if loaded is None and begun is not None and begun.manifest is not None:
-                loaded = load_tokenizer(folder / TOKENIZER, begun.manifest.separator)
+                loaded = load_tokenizer(begun.folder / TOKENIZER, begun.manifest.separator)
             elif loaded is None:
                 texts = _sample(corpus, seed, tokenizer_sample, report)
                 loaded = train_bpe(texts, vocab_size, sample_bytes=tokenizer_sample)
@@ -233,7 +233,7 @@ def _write(
     )
 
     def write_manifest(entries: dict[str, Any], unfinished: UnfinishedPrepare | None) -> DataManifest:
-        return DataManifest(
+        manifest = DataManifest(
             created_by=f"shardwright {PACKAGE_VERSION}",
             dtype=token_dtype(tokenizer),
             **of_tokenizer,
@@ -243,7 +243,8 @@ def _write(
             unfinished=unfinished,
             source=corpus.described(meter) | _plain_markers(tokenizer, chat),
             options=options,
-        ).written(folder)
+        )
+        return manifest.written(folder) if begun is None else begun.publish(manifest)
 
     writer.write(
         corpus.sections(meter, tokenizer),
@@ -321,7 +322,7 @@ def _may_replace(out: Path, overwrite: bool) -> None:
         manifest = DataManifest.read(out, check_files=False)
     except DataError as error:
         raise DataError(f"--overwrite replaces only what prepare made: {error}") from None
-    if others := sorted(present - {LOCK, MANIFEST, *manifest.sha256_of_files}):
+    if others := sorted(present - {LOCK, STAGING, MANIFEST, *manifest.sha256_of_files}):
         raise DataError(
             f"{out}: --overwrite would delete files that prepare did not make: {', '.join(others[:5])}; move them "
             f"away first"

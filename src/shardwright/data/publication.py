@@ -1,8 +1,14 @@
-"""A folder of tokens that `prepare --publish` adds shards to: begun, continued or found complete."""
+"""A folder of tokens that `prepare --publish` adds shards to: begun, continued or found complete.
+
+New files are written to `OUT/.shardwright-unpublished` and moved to OUT, the manifest last, so OUT only has files that
+its manifest or the manifest in that folder lists. No other file is replaced or deleted.
+"""
 
 import hashlib
 import json
+import os
 import re
+import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,15 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwright.data.blocks import file_sha256
 from shardwright.data.chat import TEMPLATE, ChatFormat
 from shardwright.data.token_manifest import MANIFEST, TOKENIZER, DataManifest
 from shardwright.data.tokenizer import TextTokenizer
 from shardwright.system.errors import DataError, without_secrets
-from shardwright.system.files import LOCK, sole_owner
+from shardwright.system.files import LOCK, sole_owner, sync
 
-_OURS = re.compile(
-    rf"(train|validation)-\d+\.(bin|idx|trained|sums)|\..*\.tmp|{TOKENIZER}|{TEMPLATE}|{re.escape(LOCK)}"
-)
+STAGING = ".shardwright-unpublished"
+_SHARD = re.compile(r"(train|validation)-\d+\.(bin|idx|trained|sums)")
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,18 @@ class Publication:
     folder: Path
     name: str
     manifest: DataManifest | None
+
+    @property
+    def staging(self) -> Path:
+        """The folder for files that are not published."""
+        return self.folder / STAGING
+
+    def publish(self, manifest: DataManifest) -> DataManifest:
+        """Move the files of a manifest from the staging folder to `folder`, then the manifest, and return it as it can
+        be read back. Raises DataError if a file of another origin has one of the names."""
+        written = manifest.written(self.staging)
+        _move_staged(self.folder)
+        return written
 
     def require_tokenizer(self, tokenizer: TextTokenizer | None, chat: ChatFormat | None) -> None:
         """Raise DataError if the shards that are complete were written with another tokenizer, separator or template.
@@ -51,29 +69,62 @@ class Publication:
 
 @contextmanager
 def publishing(out: Path, given: dict[str, dict[str, Any]]) -> Iterator[Publication]:
-    """Own the folder `out`, and yield its publication; files that its manifest does not list are deleted, as a prepare
-    that was killed leaves them. `given`: the settings of the manifest's `source` and `options`.
+    """Own the folder `out`, and yield its publication. A publication that was killed while files were moved is finished
+    first; files that were not complete are deleted. `given`: the settings of the manifest's `source` and `options`.
 
-    Raises DataError for a folder with other contents, with other settings, or owned by another prepare.
+    Raises DataError for a folder with files of another origin, with other settings, or owned by another prepare.
     """
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise DataError(f"{out}: that is a link or a file; name another --out")
-    names = {entry.name for entry in out.iterdir()} if out.exists() else set()
-    # A tokenizer alone is the user's own: a prepare that was killed has also left its lock.
-    ours = {name for name in names if _OURS.fullmatch(name) and (LOCK in names or name not in (TOKENIZER, TEMPLATE))}
-    if MANIFEST not in names and (others := sorted(names - ours)):
-        raise DataError(f"{out}: it has files that prepare did not make: {', '.join(others[:5])}; name another --out")
+    if out.exists() and not (out / LOCK).exists() and not (out / MANIFEST).exists():
+        _require_own_files(out, None)
     with sole_owner(out, "--out"):
+        if (out / STAGING / MANIFEST).exists():
+            _move_staged(out)
         manifest = DataManifest.read(out) if (out / MANIFEST).exists() else None
         if manifest is not None:
             _require_settings(out, manifest, given)
         if manifest is None or manifest.unfinished is not None:
-            listed = set() if manifest is None else {MANIFEST, *manifest.sha256_of_files}
-            for path in out.iterdir():
-                if path.name not in listed | {LOCK} and _OURS.fullmatch(path.name):
-                    path.unlink()
-        name = manifest.publication if manifest is not None else None
-        yield Publication(out, name or uuid.uuid4().hex, manifest)
+            _require_own_files(out, manifest)
+        publication = Publication(out, (manifest and manifest.publication) or uuid.uuid4().hex, manifest)
+        shutil.rmtree(publication.staging, ignore_errors=True)
+        publication.staging.mkdir()
+        try:
+            yield publication
+        finally:
+            if not (publication.staging / MANIFEST).exists():
+                shutil.rmtree(publication.staging, ignore_errors=True)
+
+
+def _require_own_files(out: Path, manifest: DataManifest | None) -> None:
+    """Raise DataError if the folder has a file that is not listed: any file without a manifest, and with one a file
+    with the name of a shard."""
+    listed = {LOCK, STAGING} | (set() if manifest is None else {MANIFEST, *manifest.sha256_of_files})
+    unlisted = sorted({entry.name for entry in out.iterdir()} - listed)
+    if others := [name for name in unlisted if manifest is None or _SHARD.fullmatch(name)]:
+        raise DataError(f"{out}: it has files that prepare did not make: {', '.join(others[:5])}; name another --out")
+
+
+def _move_staged(out: Path) -> None:
+    """Move the files of the staged manifest to `out`, or the rest of them, and the manifest last."""
+    staging = out / STAGING
+    staged = DataManifest.read(staging, check_files=False)
+    before = DataManifest.read(out, check_files=False) if os.path.lexists(out / MANIFEST) else None
+    problem = "is not of this publication; move it away, then start the same prepare again"
+    if before is not None and before.publication != staged.publication:
+        raise DataError(f"{out / MANIFEST} {problem}")
+    for name, sha256 in staged.sha256_of_files.items():
+        fresh, final = staging / name, out / name
+        if before is not None and name in before.sha256_of_files:
+            continue
+        if os.path.lexists(final) and (fresh.exists() or file_sha256(final) != sha256):
+            raise DataError(f"{final} {problem}")
+        if fresh.exists():
+            sync(fresh)
+            fresh.rename(final)
+    sync(out)
+    os.replace(staging / MANIFEST, out / MANIFEST)
+    sync(out)
 
 
 def _require_settings(out: Path, manifest: DataManifest, given: dict[str, dict[str, Any]]) -> None:

@@ -14,7 +14,6 @@ any case at 2 x `shard_tokens`: so a document of at most `shard_tokens` is in on
 continue in the next.
 """
 
-import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -24,11 +23,10 @@ import numpy as np
 
 from shardwright.config.mixture import sources_of
 from shardwright.config.sections import DataSection, TokenCache
-from shardwright.data.blocks import CheckedFile, SumsFile, n_blocks
+from shardwright.data.blocks import CheckedFile, SumsFile, file_sha256, n_blocks
 from shardwright.data.mirror import Mirror, MirroredFile, warm
 from shardwright.data.token_manifest import INDEX_BYTES, MANIFEST, DataManifest, Shard
 from shardwright.system.errors import DataError, nearest
-from shardwright.system.files import open_regular
 from shardwright.system.remote import REMOTE
 from shardwright.system.units import MiB
 
@@ -275,8 +273,7 @@ def verify_checksums(directory: str | Path, progress: Callable[[str], None] | No
             continue
         if progress is not None:
             progress(name)
-        with open_regular(folder / name) as file:
-            actual = hashlib.file_digest(file, "sha256").hexdigest()
+        actual = file_sha256(folder / name)
         if actual != sha256:
             problems.append(f"{name} has the checksum {actual[:12]}..., the manifest says {sha256[:12]}...: damaged")
     return problems
