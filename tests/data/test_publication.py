@@ -14,13 +14,15 @@ from tokenizers import Tokenizer
 
 from shardwright.config.sections import TokenCache
 from shardwright.data.corpus_writer import VALIDATION
-from shardwright.data.prepare import prepare
-from shardwright.data.publication import STAGING
+from shardwright.data.mirror import occupied_bytes
+from shardwright.data.prepare import PrepareProgress, prepare
+from shardwright.data.publication import STAGING, write_first_needed
 from shardwright.data.samples import DocumentSamples, PackedSamples, SplitSamples
 from shardwright.data.shard_order import ShardOrder
 from shardwright.data.shards import TokenSplit, open_split, verify_checksums
 from shardwright.data.token_manifest import DataManifest, UnfinishedPrepare
 from shardwright.system.errors import DataError, InputError
+from shardwright.system.units import GiB
 from tests.data.publications import OPTIONS, corpus, prepare_killed
 
 
@@ -150,10 +152,14 @@ def test_a_file_with_the_name_of_the_next_shard_is_not_replaced(killed: Path, wh
     own.unlink()
 
     with pytest.raises(DataError, match=rf"{own.name} is not of this publication; move it away, then start the same"):
-        prepare(killed / "x.jsonl", tokens, **OPTIONS, progress=lambda now: own.write_text("mine"))
+        prepare(killed / "x.jsonl", tokens, **OPTIONS, progress=lambda now: write(own))
     assert own.read_text() == "mine"
     own.unlink()
     assert prepare(killed / "x.jsonl", tokens, **OPTIONS).fingerprint == DataManifest.read(whole).fingerprint
+
+
+def write(own: Path) -> None:
+    own.write_text("mine")
 
 
 @pytest.mark.parametrize("moved", [0, 3, 99])
@@ -174,6 +180,51 @@ def test_a_prepare_that_was_killed_while_it_moved_files_finishes_their_publicati
     assert after.fingerprint == complete.fingerprint
     assert sorted(os.listdir(tokens)) == sorted(["manifest.json", ".lock", *after.sha256_of_files])
     assert verify_checksums(tokens) == []
+
+
+def test_shards_that_were_trained_on_are_deleted_when_others_need_the_room(whole: Path, tmp_path: Path) -> None:
+    tokens, source = tmp_path / "tokens", whole.parent / "x.jsonl"
+    keep_bytes, occupied = 60_000, [0]
+    options = OPTIONS | {"keep_gib": keep_bytes / GiB}
+
+    def trains(now: PrepareProgress) -> None:
+        """A run that has trained on all but the last shard when prepare waits."""
+        if (tokens / "manifest.json").exists():
+            occupied.append(occupied_bytes(tokens))
+        if now.stage == "room":
+            write_first_needed(tokens, len(DataManifest.read(tokens).splits["train"].shards) - 1)
+
+    made = prepare(source, tokens, **options, progress=trains)
+    assert made.fingerprint == DataManifest.read(whole).fingerprint
+    assert keep_bytes / 2 < max(occupied) <= keep_bytes < occupied_bytes(whole)
+    shards = made.splits["train"].shards
+    n_deleted = sum(shard.deleted for shard in shards)
+    assert 0 < n_deleted < len(shards)
+    assert [shard.deleted for shard in shards] == [i < n_deleted for i in range(len(shards))], "the oldest first"
+    assert verify_checksums(tokens) == []
+    here, there = open_split(tokens, "train"), open_split(whole, "train")
+    assert here.n_deleted == n_deleted
+    assert (here.document_lengths() == there.document_lengths()).all(), "the index is kept"
+    kept = here.token_ends[n_deleted - 1]
+    assert (here.tokens(kept, here.n_tokens - kept) == there.tokens(kept, here.n_tokens - kept)).all()
+    with pytest.raises(DataError, match="its tokens are deleted, because a run with"):
+        here.tokens(kept - 1, 1)
+    [order, every] = [ShardOrder(7, PackedSamples(split, 16)) for split in (here, there)]
+    assert order.ended
+    assert (order(np.arange(order.published)) == every(np.arange(order.published))).all()
+    assert order.published == order.n < every.published
+    for position in (0, order.n // 3, order.n - 1):
+        first = order.first_shard(position)
+        starts = [order.samples.span(int(i))[0] for i in order(np.arange(position, order.n))]
+        assert first <= here.shard_at(min(starts))
+        assert first == min(
+            here.shard_at(order.samples.span(i)[0]) for i in range(ends_before(order, position), order.n)
+        )
+
+
+def ends_before(order: ShardOrder, position: int) -> int:
+    """The samples of the shards before the shard of a position."""
+    return max([end for end in order.samples.shard_ends() if end <= position], default=0)
 
 
 def test_a_complete_folder_is_refused_for_another_tokenizer_separator_or_end(whole: Path, tmp_path: Path) -> None:

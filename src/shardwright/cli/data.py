@@ -29,7 +29,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 PLAIN_LINE_EVERY_S = 5.0
-STAGES = {"tokenizer": "training a tokenizer", "tokens": "writing tokens"}
+STAGES = {"tokenizer": "training a tokenizer", "tokens": "writing tokens", "room": "waiting for room"}
 USUAL = {name: parameter.default for name, parameter in signature(prepare_folder).parameters.items()}
 
 
@@ -99,6 +99,13 @@ class PrepareOptions:
             "command continues after an interruption",
         ),
     ] = False
+    keep_gib: Annotated[
+        float | None,
+        typer.Option(
+            help="with --publish: GiB of the disk that the tokens in OUT may occupy; shards that a run has trained on "
+            "are deleted, the oldest first, and prepare waits while there is none; none: all are kept"
+        ),
+    ] = USUAL["keep_gib"]
     json: AsJson = False
 
 

@@ -82,12 +82,20 @@ class CheckedFile:
     read.
 
     `sums`: the shard's checksums; this file's start at `first_block`. None in folders of format versions 1 and 2, whose
-    files only have the checksum `sha256`.
+    files only have the checksum `sha256`. `deleted`: each read raises DataError.
     """
 
     def __init__(
-        self, path: Path, dtype: str, length: int, sha256: str, sums: SumsFile | None, first_block: int = 0
+        self,
+        path: Path,
+        dtype: str,
+        length: int,
+        sha256: str,
+        sums: SumsFile | None,
+        first_block: int = 0,
+        deleted: bool = False,
     ) -> None:
+        self._deleted = deleted
         self.path, self._sha256, self._sums, self._first_block = path, sha256, sums, first_block
         self._row: Any = np.memmap(path, dtype=dtype, mode="r", shape=(length,)) if length else np.empty(0, dtype)
         self._block_bytes = BLOCK_BYTES if sums is None else sums.block_bytes
@@ -136,6 +144,11 @@ class CheckedFile:
     def _require_whole_file(self) -> None:
         """Raise DataError if the file is shorter than when it was mapped: a read beyond its end would end the process
         by SIGBUS. A file that was deleted can still be read."""
+        if self._deleted:
+            raise DataError(
+                f"{self.path}: its tokens are deleted, because a run with data.keep_gib has trained on them; prepare "
+                f"the source again into another folder"
+            )
         try:
             size = self.path.stat().st_size
         except OSError:
