@@ -184,7 +184,7 @@ def test_a_prepare_that_was_killed_while_it_moved_files_finishes_their_publicati
 
 def test_shards_that_were_trained_on_are_deleted_when_others_need_the_room(whole: Path, tmp_path: Path) -> None:
     tokens, source = tmp_path / "tokens", whole.parent / "x.jsonl"
-    keep_bytes, occupied = 60_000, [0]
+    keep_bytes, occupied = 44_000, [0]
     options = OPTIONS | {"keep_gib": keep_bytes / GiB}
 
     def trains(now: PrepareProgress) -> None:
