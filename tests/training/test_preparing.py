@@ -66,22 +66,31 @@ def test_a_run_on_a_stream_takes_the_steps_of_one_on_the_folder(tmp_path: Path):
     assert prepares(tmp_path) == []
 
 
-KEPT = 48_000
+KEPT = 56_000
 """Bytes that the shards may occupy: about half of them."""
 
 
 @pytest.mark.prove
 def test_a_run_with_room_for_half_of_its_shards_takes_the_same_steps_and_refuses_to_go_back(tmp_path: Path):
-    source = corpus(tmp_path / "x.jsonl")
+    source = corpus(tmp_path / "x.jsonl", 600)
     (tmp_path / "before").mkdir()
     before = write_run_file(tmp_path / "before", tmp_path / "before" / "tokens")
     prepare(source, tmp_path / "before" / "tokens", **OPTIONS)
-    few = ("--set", "checkpoint.every=2", "--set", "checkpoint.keep_last=20", "--set", "batch.micro_batch=16")
+    few = (
+        "--set",
+        "checkpoint.every=2",
+        "--set",
+        "checkpoint.keep_last=20",
+        "--set",
+        "batch.micro_batch=16",
+        "--set",
+        "steps=64",
+    )
     train(before, *SETTINGS, *few)
 
     run_file = write_run_file(tmp_path, tokens := tmp_path / "tokens")
     options = (*streamed(run_file, str(source)), *few, "--set", f"data.keep_gib={KEPT / GiB}")
-    for room, said in (("0.00001", "up to 2 x --shard-tokens=3,000"), ("0.00002", "4 steps of 512 tokens up to a")):
+    for room, said in (("0.00001", "up to 2 x --shard-tokens=3,000"), ("0.00003", "4 steps of 512 tokens up to a")):
         refused = train(run_file, *options, "--set", f"data.keep_gib={room}", expect=2)
         assert said in " ".join(refused.stderr.split())
     with training(run_file, *options) as run:
@@ -95,7 +104,7 @@ def test_a_run_with_room_for_half_of_its_shards_takes_the_same_steps_and_refuses
     assert "Traceback" not in ended.stderr
     assert occupied_bytes(tokens) <= KEPT < occupied_bytes(tmp_path / "before" / "tokens")
     done = trajectory(run_file)
-    assert 10 < len(done) < 32
+    assert 10 < len(done) < 64
     assert done == trajectory(before)[: len(done)]
 
     first = tmp_path / "out" / "checkpoints" / checkpoints(run_file)[0]

@@ -62,7 +62,7 @@ def mixture_problems(data: DataSection, steps: int | None) -> Iterator[str]:
         yield "data.cache and data.cache_gib are for tokens at a URL, and no source is at one; leave them out"
     for source in sources_of(data) if data.path else data.sources:
         yield from _prepare_problems(source, data.order)
-    if data.keep_gib is not None and not any(source.prepare for source in (data, *data.sources)):
+    if data.keep_gib is not None and not (data.prepare or any(source.prepare for source in data.sources)):
         yield f"data.keep_gib={data.keep_gib:g} is for sources with prepare, and no source has it; leave it out"
     if data.prepare and data.path is None:
         yield "data.prepare needs data.path, which is missing; move prepare to an entry of data.sources"
