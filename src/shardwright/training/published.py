@@ -49,7 +49,7 @@ class PublishedSamples:
                 each.grow()
             self._each_look()
             late = time.monotonic() - since_s >= data.wait_s
-            failure = prepare_failure(Path(self.samples.config.out)) or self._deleted(needed)
+            failure = self._deleted(needed) or prepare_failure(Path(self.samples.config.out))
             ends = [-int(self._asked()), -int(failure is not None), int(late)]
             here = torch.tensor([*(each.published for each in order.orders), *ends])
             dist.all_reduce(here, dist.ReduceOp.MIN)
