@@ -112,7 +112,7 @@ def test_a_run_with_room_for_half_of_its_shards_takes_the_same_steps_and_refuses
     late = train(run_file, *options, expect=2)
     assert f"{first} is too old: it needs train-0000" in late.stderr
     shutil.rmtree(tokens)
-    again = train(run_file, *options, "--set", "steps=10")
+    again = train(run_file, *options, "--set", "steps=34")
     assert "resumed from" in again.stdout
 
 
