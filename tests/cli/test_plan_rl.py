@@ -1,6 +1,7 @@
 """Proves that `shardwright plan rl` and `plan evaluate-rl` find, show and refuse what they should."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from shardwright.cli.main import app
+from shardwright.model.lora_sizes import LoraSpec
+from shardwright.model.presets import PRESETS
 from shardwright.rl.measured import PUBLISHED
 from tests.cli.imports import runs_without
 
@@ -35,6 +38,62 @@ def test_the_document_and_the_page_hold_the_fastest_step_of_each_split(tmp_path:
     assert all(each["total_s"] < steps[0] for each in found["remedies"])
     for part in ("weight transfer", "scoring", "bound", "What would help", found["best"][0]["training"]):
         assert part in page.read_text(), part
+
+
+def evaluated(formulas: list[dict[str, Any]], section: str) -> dict[str, Any]:
+    """The entries of a section by name, each of whose formulas has its value."""
+    found = {}
+    for each in (each for each in formulas if each["section"] == section):
+        found[each["what"]] = each["value"]
+        if each["formula"]:
+            value = eval(each["formula"], {"max": max}, dict(each["inputs"]))
+            assert value == pytest.approx(each["value"]), each
+            assert each["formula"] in each["inputs"] or set(each["inputs"]) <= {
+                name.replace(" ", "_") for name in [*found, *WITHIN_ANOTHER]
+            }, each
+    return found
+
+
+WITHIN_ANOTHER = ("weight transfer",)
+"""Names of other sections."""
+
+
+def test_each_part_of_an_explained_step_is_its_formula(tmp_path: Path):
+    page = tmp_path / "step.html"
+    result = rl("--json", "--explain", "--html", page, generate_on=0, updates=2)
+    assert result.exit_code == 0, result.output
+    document: Any = json.loads(result.stdout)
+    best = document["best"][0]
+    parts = evaluated(document["formulas"], "Step of GRPO")
+    sent = evaluated(document["formulas"], "Weight transfer")
+    for name, seconds in best["parts_s"].items():
+        assert (parts | sent)[name] == pytest.approx(seconds), name
+    assert parts["step of GRPO"] == pytest.approx(best["step_s"])
+    [update] = [each["value"] for each in document["formulas"] if (each["section"], each["what"]) == ("Step", "step")]
+    assert parts["update"] == pytest.approx(update)
+    assert "generation_factor * engine" in page.read_text()
+    assert "Time by part" in page.read_text()
+    plain = json.loads(rl("--json", generate_on=0, updates=2).stdout)
+    assert {name: value for name, value in document.items() if name != "formulas"} == plain
+
+
+def test_adapters_alone_are_trained_and_sent():
+    every, adapters = (
+        json.loads(rl("--json", *flags, generate_on=1).stdout)["best"][0] for flags in ((), ("--lora", "rank=16"))
+    )
+    spec = replace(PRESETS["qwen3-0.6b"], lora=LoraSpec(rank=16))
+    assert adapters["transfer"]["broadcast_bytes"] == 2 * spec.n_trained_parameters
+    assert adapters["transfer"]["seconds"] < 0.02 * every["transfer"]["seconds"]
+    assert adapters["parts_s"]["generation"] == every["parts_s"]["generation"], "the engine has the base weights"
+    moving = "moving to and from the host"
+    assert adapters["parts_s"][moving] == 0 < every["parts_s"][moving], "the reference is the policy without adapters"
+    shown = rl("--lora", "rank=16", generate_on=1).output
+    assert "only the adapters are sent, 19.2 MiB in 16 bits" in shown
+    for given, sentence in (("rank=0", "rank"), ("rnk=16", "rank"), ("rank=16,targets=qq", "targets")):
+        refused = rl("--lora", given)
+        assert refused.exit_code == 2, refused.output
+        assert sentence in refused.output
+        assert "Traceback" not in refused.output
 
 
 def test_off_policy_generation_and_training_overlap_on_separate_accelerators():

@@ -14,12 +14,15 @@ from tokenizers import Tokenizer
 
 from shardwright.config.sections import TokenCache
 from shardwright.data.corpus_writer import VALIDATION
-from shardwright.data.prepare import prepare
+from shardwright.data.mirror import occupied_bytes
+from shardwright.data.prepare import PrepareProgress, prepare
+from shardwright.data.publication import STAGING, write_first_needed
 from shardwright.data.samples import DocumentSamples, PackedSamples, SplitSamples
 from shardwright.data.shard_order import ShardOrder
 from shardwright.data.shards import TokenSplit, open_split, verify_checksums
 from shardwright.data.token_manifest import DataManifest, UnfinishedPrepare
-from shardwright.system.errors import DataError
+from shardwright.system.errors import DataError, InputError
+from shardwright.system.units import GiB
 from tests.data.publications import OPTIONS, corpus, prepare_killed
 
 
@@ -54,8 +57,10 @@ def test_a_source_that_has_changed_is_refused(killed: Path, tmp_path: Path, chan
     source.write_text(kept)
 
 
-def test_a_prepare_that_was_killed_continues_to_the_tokens_of_one_that_was_not(killed: Path, whole: Path) -> None:
-    tokens = killed / "tokens"
+def test_a_prepare_that_was_killed_continues_to_the_tokens_of_one_that_was_not(
+    killed: Path, whole: Path, tmp_path: Path
+) -> None:
+    tokens = shutil.copytree(killed / "tokens", tmp_path / "tokens")
     before = DataManifest.read(tokens)
     n_shards = len(before.splits["train"].shards)
     assert before.unfinished is not None
@@ -111,15 +116,115 @@ def test_what_is_not_the_same_prepare_is_refused(whole: Path, tmp_path: Path) ->
     prepare(source, tmp_path / "plain", **OPTIONS | {"publish": False})
     with pytest.raises(DataError, match="was not made with --publish"):
         prepare(source, tmp_path / "plain", **OPTIONS)
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match=r"files that prepare did not make: tokenizer\.json"):
-        prepare(source, tmp_path / "own", **OPTIONS)
-    assert (tmp_path / "own" / "tokenizer.json").read_text() == "{}"
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "letter.txt").write_text("dear")
-    with pytest.raises(DataError, match=r"files that prepare did not make: letter\.txt"):
-        prepare(source, tmp_path / "mine", **OPTIONS)
+
+
+@pytest.mark.parametrize("locked", [False, True])
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "train-00000.bin", "letter.txt", ".x.1.tmp"])
+def test_a_file_that_prepare_did_not_make_stays(whole: Path, tmp_path: Path, name: str, locked: bool) -> None:
+    """Also with the lock that a prepare has left that was killed before its first shard."""
+    out = tmp_path / "own"
+    out.mkdir()
+    if locked:
+        (out / ".lock").write_text("process 1 on elsewhere\n")
+    (out / name).write_text("{}")
+    before = sorted(os.listdir(out))
+    with pytest.raises(DataError, match=rf"files that prepare did not make: {re.escape(name)}"):
+        prepare(whole.parent / "x.jsonl", out, **OPTIONS)
+    assert (out / name).read_text() == "{}"
+    assert sorted(os.listdir(out)) == before
+
+
+def test_a_lock_of_another_program_stays(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text("held by dpkg")
+    with pytest.raises(InputError, match=r"\.lock is no lock of Shardwright; move it away"):
+        prepare(whole.parent / "x.jsonl", tmp_path, **OPTIONS)
+    assert (tmp_path / ".lock").read_text() == "held by dpkg"
+
+
+def test_a_file_with_the_name_of_the_next_shard_is_not_replaced(killed: Path, whole: Path, tmp_path: Path) -> None:
+    """Neither a file that is there at the start, nor one that appears while shards are written."""
+    tokens = shutil.copytree(killed / "tokens", tmp_path / "tokens")
+    n_shards = len(DataManifest.read(tokens).splits["train"].shards)
+    own = tokens / f"train-{n_shards:05d}.idx"
+    own.write_text("mine")
+    with pytest.raises(DataError, match=rf"files that prepare did not make: {own.name}"):
+        prepare(killed / "x.jsonl", tokens, **OPTIONS)
+    own.unlink()
+
+    with pytest.raises(DataError, match=rf"{own.name} is not of this publication; move it away, then start the same"):
+        prepare(killed / "x.jsonl", tokens, **OPTIONS, progress=lambda now: write(own))
+    assert own.read_text() == "mine"
+    own.unlink()
+    assert prepare(killed / "x.jsonl", tokens, **OPTIONS).fingerprint == DataManifest.read(whole).fingerprint
+
+
+def write(own: Path) -> None:
+    own.write_text("mine")
+
+
+@pytest.mark.parametrize("moved", [0, 3, 99])
+def test_a_prepare_that_was_killed_while_it_moved_files_finishes_their_publication(
+    killed: Path, whole: Path, tmp_path: Path, moved: int
+) -> None:
+    tokens = shutil.copytree(killed / "tokens", tmp_path / "tokens")
+    before, complete = DataManifest.read(tokens), DataManifest.read(whole)
+    staging = tokens / STAGING
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir()
+    fresh = sorted(set(complete.sha256_of_files) - set(before.sha256_of_files))
+    for i, name in enumerate(fresh):
+        shutil.copy(whole / name, (tokens if i < moved else staging) / name)
+    complete.model_copy(update={"publication": before.publication, "source": before.source}).written(staging)
+    after = prepare(killed / "x.jsonl", tokens, **OPTIONS)
+    assert after.unfinished is None
+    assert after.fingerprint == complete.fingerprint
+    assert sorted(os.listdir(tokens)) == sorted(["manifest.json", ".lock", *after.sha256_of_files])
+    assert verify_checksums(tokens) == []
+
+
+def test_shards_that_were_trained_on_are_deleted_when_others_need_the_room(whole: Path, tmp_path: Path) -> None:
+    tokens, source = tmp_path / "tokens", whole.parent / "x.jsonl"
+    keep_bytes, occupied = 44_000, [0]
+    options = OPTIONS | {"keep_gib": keep_bytes / GiB}
+
+    def trains(now: PrepareProgress) -> None:
+        """A run that has trained on all but the last shard when prepare waits."""
+        if (tokens / "manifest.json").exists():
+            occupied.append(occupied_bytes(tokens))
+        if now.stage == "room":
+            write_first_needed(tokens, len(DataManifest.read(tokens).splits["train"].shards) - 1)
+
+    made = prepare(source, tokens, **options, progress=trains)
+    assert made.fingerprint == DataManifest.read(whole).fingerprint
+    assert keep_bytes / 2 < max(occupied) <= keep_bytes < occupied_bytes(whole)
+    shards = made.splits["train"].shards
+    n_deleted = sum(shard.deleted for shard in shards)
+    assert 0 < n_deleted < len(shards)
+    assert [shard.deleted for shard in shards] == [i < n_deleted for i in range(len(shards))], "the oldest first"
+    assert verify_checksums(tokens) == []
+    here, there = open_split(tokens, "train"), open_split(whole, "train")
+    assert here.n_deleted == n_deleted
+    assert (here.document_lengths() == there.document_lengths()).all(), "the index is kept"
+    kept = here.token_ends[n_deleted - 1]
+    assert (here.tokens(kept, here.n_tokens - kept) == there.tokens(kept, here.n_tokens - kept)).all()
+    with pytest.raises(DataError, match="its tokens are deleted, because a run with"):
+        here.tokens(kept - 1, 1)
+    [order, every] = [ShardOrder(7, PackedSamples(split, 16)) for split in (here, there)]
+    assert order.ended
+    assert (order(np.arange(order.published)) == every(np.arange(order.published))).all()
+    assert order.published == order.n < every.published
+    for position in (0, order.n // 3, order.n - 1):
+        first = order.first_shard(position)
+        starts = [order.samples.span(int(i))[0] for i in order(np.arange(position, order.n))]
+        assert first <= here.shard_at(min(starts))
+        assert first == min(
+            here.shard_at(order.samples.span(i)[0]) for i in range(ends_before(order, position), order.n)
+        )
+
+
+def ends_before(order: ShardOrder, position: int) -> int:
+    """The samples of the shards before the shard of a position."""
+    return max([end for end in order.samples.shard_ends() if end <= position], default=0)
 
 
 def test_a_complete_folder_is_refused_for_another_tokenizer_separator_or_end(whole: Path, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 PLAIN_LINE_EVERY_S = 5.0
-STAGES = {"tokenizer": "training a tokenizer", "tokens": "writing tokens"}
+STAGES = {"tokenizer": "training a tokenizer", "tokens": "writing tokens", "room": "waiting for room"}
 USUAL = {name: parameter.default for name, parameter in signature(prepare_folder).parameters.items()}
 
 
@@ -77,6 +77,11 @@ class PrepareOptions:
     publish: bool = flag(
         "add complete shards to OUT while others are written, for runs with data.order='shards'; the same "
         "command continues after an interruption"
+    )
+    keep_gib: float | None = option(
+        USUAL["keep_gib"],
+        "with --publish: GiB of the disk that the tokens in OUT may occupy; shards that a run has trained on "
+        "are deleted, the oldest first, and prepare waits while there is none; none: all are kept",
     )
     json: AsJson = False
 

@@ -112,7 +112,7 @@ def read_request(options: PlanOptions) -> PlanRequest:
         wrong += error.problems
     wrong += [] if found is None or precision not in PRECISIONS else no_peak(found, precision)
     try:
-        spec = None if spec is None else _with_adapters(spec, options.lora)
+        spec = None if spec is None else with_adapters(spec, options.lora)
     except InputError as error:
         wrong += error.problems
     if wrong or spec is None or found is None or global_batch is None or seq_len is None:
@@ -152,7 +152,7 @@ def read_request(options: PlanOptions) -> PlanRequest:
     return PlanRequest(machine, job, name, config, given, explained, fixed, goal)
 
 
-def _with_adapters(spec: "ModelSpec", lora: str | None) -> "ModelSpec":
+def with_adapters(spec: "ModelSpec", lora: str | None) -> "ModelSpec":
     """Return the model with the adapters of --lora. Raises InputError for adapters that the model cannot have."""
     if lora is None:
         return spec

@@ -59,6 +59,15 @@ class PlanRLOptions:
         str | None, typer.Option(metavar="NAME", help="the software that trains, as for plan, such as megatron-core")
     ] = None
     hardware: Annotated[Path | None, typer.Option(metavar="FILE.toml", help="your accelerators and clusters")] = None
+    lora: Annotated[
+        str | None,
+        typer.Option(
+            metavar="rank=N[,KEY=VALUE]", help="train and send adapters instead of all weights, as for plan: rank=16"
+        ),
+    ] = None
+    explain: Annotated[
+        bool, typer.Option("--explain", help="also print every formula of the fastest step with its numbers")
+    ] = False
     html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="write one page")] = None
     json: AsJson = False
 
@@ -77,20 +86,20 @@ def plan_rl(options: PlanRLOptions) -> None:
     Exit codes: 0 found, 1 nothing fits, 2 the input cannot be used.
     """
     task, name = read_task(options)
+    from shardwright.report.rl_view import rl_document
     from shardwright.rl.search import search
-    from shardwright.rl.view import rl_document
     from shardwright.system.control_groups import usable_cores
 
     with error_console.status("pricing splits of the accelerators"):
         found = search(task, options.generate_on, usable_cores())
-    show(rl_document(found, name), options.json, options.html)
+    show(rl_document(found, name, options.explain), options.json, options.html)
     if not found.best:
         raise typer.Exit(1)
 
 
 def read_task(options: PlanRLOptions) -> "tuple[RLTask, str]":
     """Return the step to price and the model's name. Raises InputError with every problem at once."""
-    from shardwright.cli.plan_asked import no_peak
+    from shardwright.cli.plan_asked import no_peak, with_adapters
     from shardwright.cli.plan_model import find_model
     from shardwright.cost.hardware import cluster
     from shardwright.cost.job import Job
@@ -119,6 +128,7 @@ def read_task(options: PlanRLOptions) -> "tuple[RLTask, str]":
             wrong.append("--model is missing; name a preset, such as llama-3.1-8b")
         else:
             name, spec = find_model(options.model, length, named)
+            spec = with_adapters(spec, options.lora)
     except InputError as error:
         wrong += error.problems
     try:
@@ -153,7 +163,9 @@ def read_task(options: PlanRLOptions) -> "tuple[RLTask, str]":
     if options.stack is not None:
         job = replace(job, stack=read_stack(options.stack, job))
     rates = fitted()[0].rates(options.engine, machine.accelerator.die)
-    serving = Serving(model=spec, cluster=machine, rates=rates, precision=options.generation_precision)
+    serving = Serving(
+        model=replace(spec, lora=None), cluster=machine, rates=rates, precision=options.generation_precision
+    )
     task = RLTask(
         job=job, serving=serving, engine=engines[options.engine], prompt_len=options.input_len, answers=answers,
         n_answers=options.prompts * options.group, n_updates=options.updates, off_policy_steps=options.off_policy,

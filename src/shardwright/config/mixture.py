@@ -62,6 +62,8 @@ def mixture_problems(data: DataSection, steps: int | None) -> Iterator[str]:
         yield "data.cache and data.cache_gib are for tokens at a URL, and no source is at one; leave them out"
     for source in sources_of(data) if data.path else data.sources:
         yield from _prepare_problems(source, data.order)
+    if data.keep_gib is not None and not (data.prepare or any(source.prepare for source in data.sources)):
+        yield f"data.keep_gib={data.keep_gib:g} is for sources with prepare, and no source has it; leave it out"
     if data.prepare and data.path is None:
         yield "data.prepare needs data.path, which is missing; move prepare to an entry of data.sources"
     if data.path is not None and data.sources:
@@ -85,9 +87,9 @@ def _prepare_problems(source: SourceSection, order: str) -> Iterator[str]:
         yield f"{source.path!r} is a URL, and prepare writes to a folder of this machine; give a local path"
     if source.prepare[0].startswith("-"):
         yield f"prepare={source.prepare!r} starts with an option; its first element is SRC, such as 'hf:NAME' or a file"
-    for option in ("--out", "--publish", "--overwrite"):
+    for option in ("--out", "--publish", "--overwrite", "--keep-gib"):
         if any(each.split("=")[0] == option for each in source.prepare):
-            yield f"prepare: remove {option}; the run passes `--out PATH --publish`, PATH from its source"
+            yield f"prepare: remove {option}; the run passes `--out PATH --publish` and data.keep_gib"
 
 
 def _source_problems(data: DataSection) -> Iterator[str]:

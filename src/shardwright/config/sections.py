@@ -275,6 +275,11 @@ class DataSection(RunFileSection):
         description="order = shards: seconds that a step waits for the next shard of an unfinished `data prepare`; "
         "then the run saves and ends",
     )
+    keep_gib: Annotated[float, Field(gt=0, le=2**40)] | None = Field(
+        None,
+        description="GiB of the disk that the tokens of a source with prepare may occupy; the oldest shards from "
+        "before the last checkpoint are deleted, and prepare waits while there is none; none: all are kept",
+    )
     other_tokenizer: bool = Field(
         False,
         description="take data whose tokenizer is another than that of init.weights or model.from, as a run from "

@@ -14,13 +14,19 @@ import numpy as np
 import xxhash
 
 from shardwright.system.errors import DataError
-from shardwright.system.files import read_bytes, reason
+from shardwright.system.files import open_regular, read_bytes, reason
 from shardwright.system.units import KiB
 
 BLOCK_BYTES = 64 * KiB
 """The block size of folders that are written now; readers take the manifest's block size."""
 SUM_BYTES = 8
 WAY_OUT = "copy the file again, or prepare the data again; `shardwright data inspect DIR --verify` reads every file"
+
+
+def file_sha256(path: Path) -> str:
+    """Return the sha256 of a regular file, in hexadecimal digits."""
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def n_blocks(n_bytes: int, block_bytes: int) -> int:
@@ -76,12 +82,20 @@ class CheckedFile:
     read.
 
     `sums`: the shard's checksums; this file's start at `first_block`. None in folders of format versions 1 and 2, whose
-    files only have the checksum `sha256`.
+    files only have the checksum `sha256`. `deleted`: each read raises DataError.
     """
 
     def __init__(
-        self, path: Path, dtype: str, length: int, sha256: str, sums: SumsFile | None, first_block: int = 0
+        self,
+        path: Path,
+        dtype: str,
+        length: int,
+        sha256: str,
+        sums: SumsFile | None,
+        first_block: int = 0,
+        deleted: bool = False,
     ) -> None:
+        self._deleted = deleted
         self.path, self._sha256, self._sums, self._first_block = path, sha256, sums, first_block
         self._row: Any = np.memmap(path, dtype=dtype, mode="r", shape=(length,)) if length else np.empty(0, dtype)
         self._block_bytes = BLOCK_BYTES if sums is None else sums.block_bytes
@@ -130,6 +144,11 @@ class CheckedFile:
     def _require_whole_file(self) -> None:
         """Raise DataError if the file is shorter than when it was mapped: a read beyond its end would end the process
         by SIGBUS. A file that was deleted can still be read."""
+        if self._deleted:
+            raise DataError(
+                f"{self.path}: its tokens are deleted, because a run with data.keep_gib has trained on them; prepare "
+                f"the source again into another folder"
+            )
         try:
             size = self.path.stat().st_size
         except OSError:

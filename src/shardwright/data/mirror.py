@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.data.blocks import WAY_OUT, CheckedFile, SumsFile
+from shardwright.data.blocks import WAY_OUT, CheckedFile, SumsFile, file_sha256
 from shardwright.data.token_manifest import MANIFEST, DataManifest
 from shardwright.system.errors import NO_ROOM, DataError
-from shardwright.system.files import LONGEST_TEXT, open_regular, reason, write_whole
+from shardwright.system.files import LONGEST_TEXT, reason, write_whole
 from shardwright.system.remote import file_system
 from shardwright.system.units import MiB
 
@@ -153,7 +153,7 @@ class Mirror:
     def _copy(self, name: str, sha256: str) -> None:
         """Copy a whole file to the mirror, unless it is there and right. Raises DataError for another checksum."""
         path = self.folder / name
-        if path.is_file() and _sha256_of(path) == sha256:
+        if path.is_file() and file_sha256(path) == sha256:
             return
         content = self.remote.read(name)
         if hashlib.sha256(content).hexdigest() != sha256:
@@ -269,11 +269,6 @@ def _sparse_files(folder: Path) -> list[Path]:
 
 def _occupied(path: Path) -> int:
     return path.stat().st_blocks * _DISK_BLOCK_BYTES
-
-
-def _sha256_of(path: Path) -> str:
-    with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def make_hole(path: Path, first: int, n_bytes: int) -> None:

@@ -68,6 +68,9 @@ class SampleOrder:
             samples[here] = Permutation(self.n, key)(positions[here])
         return samples
 
+    ended = False
+    """No sample is deleted."""
+
     def grow(self) -> None:
         """Do nothing: no samples are added."""
 

@@ -24,7 +24,7 @@ from shardwright.data.corpus_writer import CorpusWriter, token_dtype
 from shardwright.data.encoding import TextSection, answer_sections
 from shardwright.data.order import keyed_fractions
 from shardwright.data.pairs import PairFormat
-from shardwright.data.publication import Publication, publishing
+from shardwright.data.publication import STAGING, TRAINED, Publication, publishing
 from shardwright.data.remote import size_bytes
 from shardwright.data.sources import HUB, Document, EncodingErrors, Meter, documents, source_files
 from shardwright.data.token_manifest import MANIFEST, TOKENIZER, DataManifest, UnfinishedPrepare
@@ -33,7 +33,7 @@ from shardwright.system.errors import DataError
 from shardwright.system.files import new_folder, real_path, write_whole
 from shardwright.system.owner import LOCK
 from shardwright.system.remote import REMOTE
-from shardwright.system.units import MiB, counted
+from shardwright.system.units import GiB, MiB, counted, format_bytes
 from shardwright.system.version import PACKAGE_VERSION
 
 DataFormat = Literal["text", "chat", "preference"]
@@ -42,8 +42,9 @@ NO_ROOM_HINT = ". Tokens take half the size of most text, all of it with a vocab
 
 @dataclass(frozen=True)
 class PrepareProgress:
-    """The progress of a prepare. `stage` is "tokenizer" (the sample it is trained on) or "tokens"; `read_bytes` of
-    `total_bytes` of the source's files have been read (None if unknown: a dataset of the hub)."""
+    """The progress of a prepare. `stage` is "tokenizer" (the sample it is trained on), "tokens", or "room" while the
+    next shard has none; `read_bytes` of `total_bytes` of the source's files have been read (None if unknown: a dataset
+    of the hub)."""
 
     stage: str
     read_bytes: int
@@ -148,6 +149,7 @@ def prepare(
     skip_bad: bool = False,
     overwrite: bool = False,
     publish: bool = False,
+    keep_gib: float | None = None,
     progress: Callable[[PrepareProgress], None] | None = None,
 ) -> DataManifest:
     """Tokenise `source` (see `sources.documents`) into the new folder `out`, and return its manifest.
@@ -162,7 +164,8 @@ def prepare(
     `max_tokens`: end with the document that reaches this number of tokens, over all splits; the rest of the source is
     not encoded. With `publish`, a run can train on the shards of `out` that are complete while others are written, and
     the same call continues a prepare that ended before its end. It reads the source from the start, and encodes the
-    documents that are not published.
+    documents that are not published. `keep_gib`: GiB that the published tokens may occupy; without room for a shard,
+    the oldest shards that a run has trained on (`publication.write_first_needed`) are deleted, or prepare waits.
 
     Raises DataError for bad input, a full disk, and an `out` that exists (`overwrite` replaces it, once the new one is
     complete). Nothing is left behind then, except with `publish`.
@@ -192,6 +195,8 @@ def prepare(
     options = of_shards | (trained if loaded is None else dict.fromkeys(trained))
     if publish and overwrite:
         raise DataError(f"--overwrite replaces {out} at the end, and --publish adds shards to it; leave one out")
+    if keep_gib is not None and not (publish and keep_gib > 0):
+        raise DataError(f"--keep-gib={keep_gib:g} is the room of --publish; it is above 0, and needs --publish")
     place = publishing(Path(out), {"source": corpus.given, "options": options}) if publish else contextlib.nullcontext()
     with place as begun:
         if begun is not None:
@@ -199,16 +204,16 @@ def prepare(
         if begun is not None and begun.manifest is not None and begun.manifest.unfinished is None:
             return begun.manifest
         with (
-            contextlib.nullcontext(begun.folder)
+            contextlib.nullcontext(begun.staging)
             if begun is not None
             else new_folder(Path(out), lambda place: _may_replace(place, overwrite), DataError, NO_ROOM_HINT)
         ) as folder:
             if loaded is None and begun is not None and begun.manifest is not None:
-                loaded = load_tokenizer(folder / TOKENIZER, begun.manifest.separator)
+                loaded = load_tokenizer(begun.folder / TOKENIZER, begun.manifest.separator)
             elif loaded is None:
                 texts = _sample(corpus, seed, tokenizer_sample, report)
                 loaded = train_bpe(texts, vocab_size, sample_bytes=tokenizer_sample)
-            return _write(corpus, folder, loaded, of_shards, options, report, begun)
+            return _write(corpus, folder, loaded, of_shards, options, report, begun, keep_gib)
 
 
 def _write(
@@ -219,6 +224,7 @@ def _write(
     options: dict[str, Any],
     report: _ProgressReporter,
     begun: Publication | None,
+    keep_gib: float | None,
 ) -> DataManifest:
     """Write the tokens and the manifest, which with `begun` lists the complete shards while more are written.
     `of_shards`: the `options` of the manifest that the writer of the shards takes."""
@@ -234,7 +240,7 @@ def _write(
     )
 
     def write_manifest(entries: dict[str, Any], unfinished: UnfinishedPrepare | None) -> DataManifest:
-        return DataManifest(
+        manifest = DataManifest(
             created_by=f"shardwright {PACKAGE_VERSION}",
             dtype=token_dtype(tokenizer),
             **of_tokenizer,
@@ -244,7 +250,31 @@ def _write(
             unfinished=unfinished,
             source=corpus.described(meter) | _plain_markers(tokenizer, chat),
             options=options,
-        ).written(folder)
+        )
+        if begun is None:
+            return manifest.written(folder)
+        written = begun.publish(manifest)
+        if unfinished is not None:
+            make_room()
+        return written
+
+    def make_room() -> None:
+        """Wait until the next shard has room, which ends at twice its tokens."""
+        if begun is not None and keep_gib is not None:
+            token_bytes = np.dtype(token_dtype(tokenizer)).itemsize + (chat is not None)
+            shard_bytes = 2 * of_shards["shard_tokens"] * token_bytes
+            if keep_gib * GiB < shard_bytes:
+                raise DataError(
+                    f"--keep-gib={keep_gib:g} is {format_bytes(keep_gib * GiB)}, and a shard of up to 2 x "
+                    f"--shard-tokens={of_shards['shard_tokens']:,} with {counted(token_bytes, 'byte')} a token has "
+                    f"{format_bytes(shard_bytes)}; raise it to {6 * shard_bytes / GiB:.3g} or more, for a run that "
+                    f"reads several"
+                )
+            begun.make_room(
+                shard_bytes, int(keep_gib * GiB), lambda: report("room", meter, writer.n_documents, writer.n_tokens)
+            )
+
+    make_room()
 
     writer.write(
         corpus.sections(meter, tokenizer),
@@ -322,7 +352,7 @@ def _may_replace(out: Path, overwrite: bool) -> None:
         manifest = DataManifest.read(out, check_files=False)
     except DataError as error:
         raise DataError(f"--overwrite replaces only what prepare made: {error}") from None
-    if others := sorted(present - {LOCK, MANIFEST, *manifest.sha256_of_files}):
+    if others := sorted(present - {LOCK, STAGING, TRAINED, MANIFEST, *manifest.sha256_of_files}):
         raise DataError(
             f"{out}: --overwrite would delete files that prepare did not make: {', '.join(others[:5])}; move them "
             f"away first"

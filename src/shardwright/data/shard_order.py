@@ -31,8 +31,22 @@ class ShardOrder:
 
     @property
     def published(self) -> int:
-        """The samples, counted over epochs, that can be taken: the first epoch until all are published."""
-        return LARGEST_N if self._complete else self.n
+        """The samples, counted over epochs, that can be taken: the first epoch until all are published, and if some
+        are deleted."""
+        return LARGEST_N if self._complete and not self.samples.split.n_deleted else self.n
+
+    @property
+    def ended(self) -> bool:
+        """Whether only one epoch can be taken, because shards are deleted and no other follows."""
+        return self._complete and self.published == self.n
+
+    def first_shard(self, position: int) -> int:
+        """Return the first of the published shards that the samples from number `position` of this order on need."""
+        if position >= self.n:  # of the next epoch, or of a shard that is not published, and may start in the last
+            return 0 if self._complete else len(self._ends) - 1
+        shard = int(np.searchsorted(self._ends, position, side="right"))
+        first = int(self._ends[shard - 1]) if shard else 0
+        return self.samples.split.shard_at(self.samples.span(first)[0])
 
     def grow(self) -> None:
         """Read the manifest again. Raises DataError."""

@@ -14,7 +14,6 @@ any case at 2 x `shard_tokens`: so a document of at most `shard_tokens` is in on
 continue in the next.
 """
 
-import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -24,11 +23,10 @@ import numpy as np
 
 from shardwright.config.mixture import sources_of
 from shardwright.config.sections import DataSection, TokenCache
-from shardwright.data.blocks import CheckedFile, SumsFile, n_blocks
+from shardwright.data.blocks import CheckedFile, SumsFile, file_sha256, n_blocks
 from shardwright.data.mirror import Mirror, MirroredFile, warm
 from shardwright.data.token_manifest import INDEX_BYTES, MANIFEST, DataManifest, Shard
 from shardwright.system.errors import DataError, nearest
-from shardwright.system.files import open_regular
 from shardwright.system.remote import REMOTE
 from shardwright.system.units import MiB
 
@@ -87,7 +85,7 @@ class TokenSplit:
         manifest = self._mirror.refresh() if self._mirror else DataManifest.read(self.folder, check_files=False)
         before, now = self.manifest, manifest.splits.get(self.name)
         n = len(self._tokens)
-        if now is None or before.publication != manifest.publication or now.shards[:n] != self._shards:
+        if now is None or before.publication != manifest.publication or not _same_shards(now.shards, self._shards):
             raise DataError(f"{self.folder}: it was replaced while this process reads it; start the run again")
         if len(now.shards) == n and manifest.unfinished is not None:
             return False
@@ -125,7 +123,12 @@ class TokenSplit:
         if self.n_documents * INDEX_BYTES <= INDEX_CHECKED_AT_START_BYTES:
             for index in self._indices:
                 index.read_all()
-        if self.n_documents and (last := int(self.tokens(self.document_start(1) - 1, 1)[0])) != self.separator_id:
+        starts = [0, *self._document_ends]
+        kept = next((starts[i] for i, shard in enumerate(self._shards) if shard.documents and not shard.deleted), None)
+        if (
+            kept is not None
+            and (last := int(self.tokens(self.document_start(kept + 1) - 1, 1)[0])) != self.separator_id
+        ):
             raise DataError(
                 f"{self.folder}: {MANIFEST} contradicts the tokens: separator_id={self.separator_id}, and a document "
                 f"of {self.name} ends with token {last}; copy the manifest again, or prepare the data again"
@@ -183,6 +186,15 @@ class TokenSplit:
         starts = [index.read_all().astype(np.int64) + self._shard_start(i) for i, index in enumerate(self._indices)]
         return np.diff(np.concatenate([*starts, np.array([self.n_tokens])]))
 
+    def shard_at(self, token: int) -> int:
+        """Return the number of the shard of a token of the split."""
+        return bisect_right(self._token_ends, token)
+
+    @property
+    def n_deleted(self) -> int:
+        """The number of shards whose tokens are deleted."""
+        return sum(shard.deleted for shard in self._shards)
+
     def place(self, token: int) -> tuple[Path, int]:
         """Return the file of a token of the split, and the number of the token in it."""
         shard = bisect_right(self._token_ends, token)
@@ -195,6 +207,11 @@ class TokenSplit:
 
     def _shard_start(self, shard: int) -> int:
         return self._token_ends[shard] - len(self._tokens[shard])
+
+
+def _same_shards(now: Sequence[Shard], before: Sequence[Shard]) -> bool:
+    """Return whether the first shards of a listing are the first shards of an earlier listing."""
+    return len(now) >= len(before) and all(one.same_tokens(other) for one, other in zip(now, before, strict=False))
 
 
 def data_folder(path: str | Path, cache: TokenCache = DEFAULT_CACHE) -> Path:
@@ -253,7 +270,7 @@ def _open_files(
     def opened(name: str, dtype: str, sha256: str, first_block: int) -> CheckedFile:
         if mirror is not None and sums is not None:
             return MirroredFile(mirror, folder / name, dtype, shard.tokens, sums, first_block)
-        return CheckedFile(folder / name, dtype, shard.tokens, sha256, sums, first_block)
+        return CheckedFile(folder / name, dtype, shard.tokens, sha256, sums, first_block, shard.deleted)
 
     return (
         opened(shard.file, f"<u{manifest.itemsize}", shard.sha256, 0),
@@ -270,13 +287,14 @@ def verify_checksums(directory: str | Path, progress: Callable[[str], None] | No
     folder = Path(directory)
     manifest = DataManifest.read(folder, check_files=False)
     problems = manifest.missing_files(folder)
+    shards = [shard for split in manifest.splits.values() for shard in split.shards if shard.deleted]
+    deleted = {name for shard in shards for name in shard.content}
     for name, sha256 in manifest.sha256_of_files.items():
-        if any(problem.startswith(f"{name} ") for problem in problems):
+        if name in deleted or any(problem.startswith(f"{name} ") for problem in problems):
             continue
         if progress is not None:
             progress(name)
-        with open_regular(folder / name) as file:
-            actual = hashlib.file_digest(file, "sha256").hexdigest()
+        actual = file_sha256(folder / name)
         if actual != sha256:
             problems.append(f"{name} has the checksum {actual[:12]}..., the manifest says {sha256[:12]}...: damaged")
     return problems

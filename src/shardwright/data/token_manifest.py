@@ -14,9 +14,10 @@ from shardwright.system.errors import DataError, near_path, without_secrets
 from shardwright.system.files import LONGEST_TOKENIZER, inside, parse_json, read_bytes, write_whole
 
 FORMAT = "shardwright.tokens"
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 """Version 2 has masks of conversations. Version 3 has checksums of blocks and the largest token id. Version 4 has a
-checksum of the manifest. Version 5 can list the shards that an unfinished `prepare` has published."""
+checksum of the manifest. Version 5 can list the shards that an unfinished `prepare` has published.
+Version 6 can list shards whose tokens are deleted."""
 MANIFEST = "manifest.json"
 BLOCKS_VERSION = 3
 TOKENIZER = "tokenizer.json"
@@ -43,6 +44,17 @@ class Shard(_Record):
     trained_sha256: str | None = None
     sums_file: str | None = None
     sums_sha256: str | None = None
+    deleted: bool = False
+    """Whether `prepare --keep-gib` has made holes of the tokens and the mask. The index is kept."""
+
+    @property
+    def content(self) -> tuple[str, ...]:
+        """The names of the files that are deleted: tokens and mask."""
+        return (self.file, self.trained_file) if self.trained_file else (self.file,)
+
+    def same_tokens(self, other: "Shard") -> bool:
+        """Return whether both are one shard, deleted or not."""
+        return self.model_copy(update={"deleted": other.deleted}) == other
 
 
 class DataSplit(_Record):

@@ -115,19 +115,19 @@ def _columns(ax: "Axes", kinds: Mapping[str, Sequence[float]], limit_bytes: floa
     ax.set_xticks(places[::step], names[::step])
 
 
-def time_svg(rows: Sequence[tuple[str, PricedLayout]]) -> str:
-    """Draw the seconds of a step by kind of work: a bar with a name for each layout, the fastest first."""
-    kinds = list(dict.fromkeys(kind for _, each in rows for kind in each.parts_s))
-    spent = {kind: [each.parts_s.get(kind, 0.0) for _, each in rows] for kind in kinds}
+def time_svg(rows: Sequence[tuple[str, Mapping[str, float], float]]) -> str:
+    """Draw the seconds of a step by kind of work: a bar for each (name, seconds by kind, seconds), fastest first."""
+    kinds = list(dict.fromkeys(kind for _, parts_s, _ in rows for kind in parts_s))
+    spent = {kind: [parts_s.get(kind, 0.0) for _, parts_s, _ in rows] for kind in kinds}
 
     def draw(ax: "Axes") -> None:
-        _bars(ax, [({kind: each.parts_s.get(kind, 0.0) for kind in kinds}, name) for name, each in rows])
-        for at, (_, each) in enumerate(rows):
-            slower = each.step_s / rows[0][1].step_s - 1
-            said = f"{each.step_s:.4g} s" + (f", {slower:+.1%}" if at else "")
+        _bars(ax, [({kind: parts_s.get(kind, 0.0) for kind in kinds}, name) for name, parts_s, _ in rows])
+        for at, (_, _, seconds) in enumerate(rows):
+            slower = seconds / rows[0][2] - 1
+            said = f"{seconds:.4g} s" + (f", {slower:+.1%}" if at else "")
             place: Any = {"textcoords": "offset points", "va": "center", "fontsize": 8.5, "color": COLOURS["quiet"]}
-            ax.annotate(said, (each.step_s, at), (4, 0), **place)
-        ax.set_xlim(0, 1.17 * max(each.step_s for _, each in rows))
+            ax.annotate(said, (seconds, at), (4, 0), **place)
+        ax.set_xlim(0, 1.17 * max(seconds for _, _, seconds in rows))
 
     return _drawn(draw, "Time of a step, s", 1.0 + 0.27 * len(rows), key=_key(spent), left=0.29, bottom_in=0.3)
 

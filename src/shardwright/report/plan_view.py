@@ -344,7 +344,7 @@ def _others(searched: SearchedPlan) -> Iterator[Part]:
     yield Picture(
         "time",
         "Time by kind of work",
-        partial(time_svg, bars[:BARS]),
+        partial(time_svg, [(name, each.parts_s, each.step_s) for name, each in bars[:BARS]]),
         "The seconds of a step by kind of work, without overlapped communication; “pipeline” is the bubble of the "
         "busiest rank.",
         (ROLES[0], ROLES[1]),

@@ -64,9 +64,10 @@ RATES = RLRates(1.23, 1.35, 0.789, 6.18e9, 4.75, 0.00524)
 @dataclass(frozen=True, kw_only=True)
 class RLTask:
     """A step to price. `job`: of training, on all accelerators; `seq_len` is the length of a packed sequence, and the
-    batch is computed. `serving`, `engine`: of generation. `n_answers`: of a step; `n_updates`: optimizer steps for
-    them. `off_policy_steps`: k, 0 on policy. `reference`: whether a reference scores too. `packing`: whether several
-    answers share a sequence. `colocated_share`: share of the memory for an engine on the accelerators that train."""
+    batch is computed. `serving`, `engine`: of generation, by the model without adapters. `n_answers`: of a step;
+    `n_updates`: optimizer steps for them. `off_policy_steps`: k, 0 on policy. `reference`: whether a reference scores
+    too. `packing`: whether several answers share a sequence. `colocated_share`: share of the memory for an engine on
+    the accelerators that train."""
 
     job: Job
     serving: Serving
@@ -206,13 +207,19 @@ class RLStep:
             self.separate, self.task.rates.link_share,
         )  # fmt: skip
 
+    @property
+    def swaps_reference(self) -> bool:
+        """Whether the weights of a reference take the place of the policy's. With adapters the reference is the policy
+        without them, and has no weights of its own."""
+        return self.task.reference and self.task.job.model.lora is None
+
     @cached_property
     def moved_bytes(self) -> float:
         """Return the bytes that a rank moves to and from its host in a step: on shared accelerators weights and states
         leave for generation and return; the weights make way for the reference's, which also leave, and return."""
         training = self.training
         states = 0.0 if self.separate else 2 * (training.weight_bytes + training.state_bytes)
-        return states + 3 * training.weight_bytes * self.task.reference
+        return states + 3 * training.weight_bytes * self.swaps_reference
 
     @cached_property
     def parts_s(self) -> dict[str, float]:

@@ -280,7 +280,7 @@ def write_whole(path: Path, content: bytes | Iterable[bytes], required: bool = T
                 os.fsync(file.fileno())
         os.replace(fresh, path)
         if durable:
-            _sync(path.parent)
+            sync(path.parent)
     except OSError as error:
         if error.errno in NO_ROOM:
             if required:
@@ -362,7 +362,7 @@ def publish_folder(fresh: Path, final: Path, aside: Path) -> None:
     remains for `clear_leftover`.
     """
     for path in (*fresh.iterdir(), fresh):
-        _sync(path)
+        sync(path)
     replacing = final.exists()
     if replacing:
         final.rename(aside)
@@ -372,7 +372,7 @@ def publish_folder(fresh: Path, final: Path, aside: Path) -> None:
         if replacing:
             aside.rename(final)
         raise
-    _sync(final.parent)
+    sync(final.parent)
     if replacing:
         remove(aside)
 
@@ -415,7 +415,8 @@ def runs_here(pid: int) -> bool:
     return True
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Flush a file or a folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -12,6 +12,8 @@ from shardwright.system.errors import InputError
 from shardwright.system.files import inside, open_regular, read_bytes, runs_here
 
 LOCK = ".lock"
+_OWNED_BY = "process "
+_OWNER = re.compile(rf"{_OWNED_BY}(\d{{1,9}}) on (\S+)\n")
 
 
 def problem_of_owner(folder: Path) -> str | None:
@@ -30,7 +32,7 @@ def owner_runs(folder: Path) -> bool | None:
     """Return whether the last owner of a folder (`sole_owner`) is still running; None if it is unknown or on another
     machine. The lock itself is not touched, because a run that starts at that moment would find it taken."""
     try:
-        owner = re.fullmatch(r"process (\d{1,9}) on (\S+)\n", _text_of_lock(folder))
+        owner = _OWNER.fullmatch(_text_of_lock(folder))
     except (OSError, InputError):
         return None
     if owner is None or owner[2] != socket.gethostname():
@@ -54,11 +56,12 @@ def sole_owner(folder: Path, another: str = "--set out=...") -> Iterator[None]:
     """Own a folder during the block and create it if needed. The end of the process also releases it. `another`: the
     option that names another folder, for messages.
 
-    Raises InputError, with the owner's process, if another process owns the folder.
+    Raises InputError, with the owner's process, if another process owns the folder, and for a `.lock` of another
+    program, which is not replaced.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK).open("a+")
+        lock = (folder / LOCK).open("a+", errors="replace")
     except OSError as error:
         raise InputError(f"{folder} cannot be written: {error.strerror}; name another with {another}") from None
     with lock as file:
@@ -68,7 +71,12 @@ def sole_owner(folder: Path, another: str = "--set out=...") -> Iterator[None]:
             raise InputError(_used_by(folder, another)) from None
         except OSError:
             pass  # a file system without locks: ownership cannot be checked
+        file.seek(0)
+        if (text := file.read(len(_OWNED_BY))) and text != _OWNED_BY:
+            raise InputError(
+                f"{folder / LOCK} is no lock of Shardwright; move it away, or name another folder with {another}"
+            )
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.write(f"{_OWNED_BY}{os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         yield

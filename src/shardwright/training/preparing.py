@@ -10,6 +10,7 @@ from pathlib import Path
 
 from shardwright.config import RunConfig
 from shardwright.config.mixture import sources_of
+from shardwright.data.publication import TRAINED
 from shardwright.data.token_manifest import MANIFEST, DataManifest
 from shardwright.runs.folder import LOGS
 from shardwright.system.errors import DataError
@@ -31,9 +32,13 @@ def preparing(config: RunConfig, starts: bool, say: Callable[[str], None]) -> It
     published within `data.wait_s`. `prepare_failure` returns the reason of a later failure.
     """
     with ExitStack() as stack:
-        logs = Path(config.out) / LOGS
+        logs, kept = Path(config.out) / LOGS, []
+        if config.data.keep_gib is not None:
+            kept = ["--keep-gib", str(config.data.keep_gib)]
         running = [
-            stack.enter_context(_Prepare(source.prepare, Path(source.path), logs / f"prepare-{number}.log", starts))
+            stack.enter_context(
+                _Prepare(source.prepare + kept, Path(source.path), logs / f"prepare-{number}.log", starts)
+            )
             for number, source in enumerate(sources_of(config.data))
             if source.prepare
         ]
@@ -67,6 +72,7 @@ class _Prepare:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             self._failed.unlink(missing_ok=True)
             self._log.unlink(missing_ok=True)
+            (self._out / TRAINED).unlink(missing_ok=True)  # of an earlier run: this one may need more shards
             self._thread = threading.Thread(target=self._watch, name="shardwright-prepare", daemon=True)
             self._thread.start()
         return self

@@ -18,11 +18,20 @@ POLL_S = 0.5
 class PublishedSamples:
     """The samples that every rank of a run can read. Without sources that grow, all of them."""
 
-    def __init__(self, samples: RunSamples, asked: Callable[[], bool], say: Callable[[str], None]) -> None:
-        """`asked`: whether a signal asked this rank to stop. `say`: prints a remark."""
-        self.samples, self._asked, self._say = samples, asked, say
+    def __init__(
+        self,
+        samples: RunSamples,
+        asked: Callable[[], bool],
+        say: Callable[[str], None],
+        each_look: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`asked`: whether a signal asked this rank to stop. `say`: prints a remark. `each_look`: called after the
+        manifests were read."""
+        self.samples, self._asked, self._say, self._each_look = samples, asked, say, each_look
         self.shortage: str | None = None
         """Why the run ends before its last step, if it waited in vain."""
+        self.way_out = "continue `data prepare`"
+        """The remedy for the shortage."""
         self._agreed = [0] * len(samples.order.orders)
         """The samples of each source that every rank can read."""
 
@@ -38,8 +47,9 @@ class PublishedSamples:
         while not order.is_within(ahead, self._agreed):
             for each in order.orders:
                 each.grow()
+            self._each_look()
             late = time.monotonic() - since_s >= data.wait_s
-            failure = prepare_failure(Path(self.samples.config.out))
+            failure = self._deleted(needed) or prepare_failure(Path(self.samples.config.out))
             ends = [-int(self._asked()), -int(failure is not None), int(late)]
             here = torch.tensor([*(each.published for each in order.orders), *ends])
             dist.all_reduce(here, dist.ReduceOp.MIN)
@@ -60,6 +70,15 @@ class PublishedSamples:
             beat()
             time.sleep(POLL_S)
         return True
+
+    def _deleted(self, needed: int) -> str | None:
+        """Return why a further epoch cannot be read, or None."""
+        folders = self.samples.sources.folders
+        pairs = zip(folders, self.samples.order.orders, self.samples.order.taken(needed), strict=True)
+        if ended := [folder for folder, order, n in pairs if order.ended and n > order.published]:
+            self.way_out = f"delete {ended[0]} and raise data.keep_gib, so that it is prepared again"
+            return f"its shards were trained on once and the first are deleted (data.keep_gib): {ended[0]}"
+        return None
 
     def _missing(self, needed: int) -> str:
         taken = self.samples.order.taken(needed)

@@ -43,6 +43,7 @@ from shardwright.training.settle import require_host_memory, settle
 from shardwright.training.sources import RunSamples, Sources
 from shardwright.training.step import Trainer
 from shardwright.training.timeline import timeline_file
+from shardwright.training.trained_shards import TrainedShards, require_shards
 
 
 def run(config: RunConfig, place: ProcessRank, quiet: bool = False) -> bool:
@@ -90,6 +91,7 @@ def _run(
     trainer = build_trainer(config, model, device, compiled=compiled, spikes=guard, phases=phases, base=base)
     checkpoints = RunCheckpoints(config, trainer, sources, remarks)
     start = checkpoints.start()
+    require_shards(config, sources, start)
     # A collective on the disk's state would be another possible failure: only rank 0 checks, and its error ends the
     # run.
     if place.rank == 0:
@@ -103,8 +105,10 @@ def _run(
     samples = RunSamples(config, sources, place.rank, device, start, references)
     saving = SaveCheckpoints(config, checkpoints, trainer, samples, log, phases)
     stop = StopRequest()
+    trained = TrainedShards(config, samples, checkpoints.store, place.rank)
     hooks = build_hooks(config, place, device, trainer, samples, log, clock, phases, saving, stop.everyone)
-    published = PublishedSamples(samples, lambda: stop.asked, log.say)
+    hooks = [*hooks, *([trained] if trained.places else [])]
+    published = PublishedSamples(samples, lambda: stop.asked, log.say, trained.tell)
     loop = TrainLoop(config, trainer, hooks, samples.batches, phases, stop.everyone, published.wait)
     with log.screen, stop.listening():
         _report_start(config, start, checkpoints, log)
@@ -119,9 +123,9 @@ def _run(
         stop.settle()
     if published.shortage is not None:
         saved = (
-            f"the run is saved up to step {done} of {config.steps}; continue `data prepare`, then the run with --resume"
+            f"the run is saved up to step {done} of {config.steps}; {published.way_out}, then the run with --resume"
             if checkpoints.store.path_of(done).exists()
-            else f"no step of {config.steps} is saved; continue `data prepare`, then give the same command again"
+            else f"no step of {config.steps} is saved; {published.way_out}, then give the same command again"
         )
         raise DataError(f"{published.shortage}; {saved}")
     _report_end(config, start, done, checkpoints, log)

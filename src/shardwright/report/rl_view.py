@@ -1,39 +1,68 @@
 """The document of `plan rl`: the fastest step with its parts and layouts, what bounds it, and what would help."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
+from shardwright.planner.explain import lines
+from shardwright.planner.nearest import adapters_in_words
+from shardwright.report.plan_pictures import ROLES, time_svg
+from shardwright.report.plan_view import formula_parts
+from shardwright.rl.explain import explain_step
 from shardwright.rl.search import RLPlan, split_text
 from shardwright.rl.step import GENERATION, RLStep, RLTask
 from shardwright.system.units import counted, format_bytes, format_count, format_seconds
-from shardwright.view.document import SECONDS, Column, Fact, Facts, Note, Part, Quantity, Section, Table, VerbDocument
+from shardwright.view.document import (
+    SECONDS,
+    Column,
+    Fact,
+    Facts,
+    Note,
+    Part,
+    Picture,
+    Quantity,
+    Section,
+    Table,
+    VerbDocument,
+)
 
 SHARE = Quantity("{:.0%}".format)
 
 
-def rl_document(plan: RLPlan, name: str) -> VerbDocument:
-    """Return the document of a plan for the model `name`."""
+def rl_document(plan: RLPlan, name: str, explained: bool = False) -> VerbDocument:
+    """Return the document of a plan for the model `name`. `explained`: with every formula of the fastest step."""
+    data = rl_data(plan, name)
     parts: list[Part] = [*_task_notes(plan.task, name)]
     if plan.best:
         parts += [*_best(plan, plan.best[0]), *_others(plan)]
     else:
         parts.append(Note("no split of the accelerators fits", tone="bad"))
     parts += [Note(why, split, "bad") for split, why in plan.unfit.items()]
-    return VerbDocument(f"{name} on {plan.task.cluster.name}: a step of GRPO", rl_data(plan, name), parts)
+    if explained and plan.best:
+        entries = explain_step(plan.best[0])
+        data["formulas"] = [vars(entry) for entry in entries]
+        parts += formula_parts(lines(entries))
+    return VerbDocument(f"{name} on {plan.task.cluster.name}: a step of GRPO", data, parts)
 
 
 def _task_notes(task: RLTask, name: str) -> Iterator[Note]:
     answers = task.answers
     n_answers, tokens = counted(task.n_answers, "answer"), counted(task.prompt_len, "token")
     yield Note(
-        f"{name}, {format_count(task.job.model.n_parameters)} parameters, on {task.cluster.name}: {n_answers} a step "
-        f"to prompts of {tokens}, trained in {counted(task.n_updates, 'update')}"
+        f"{name}, {format_count(task.job.model.n_parameters)} parameters{_adapters(task)}, on {task.cluster.name}: "
+        f"{n_answers} a step to prompts of {tokens}, trained in {counted(task.n_updates, 'update')}"
     )
     yield Note(
         f"answers of {answers.mean:,.0f} tokens on average, {answers.percentile(0.95):,.0f} for 95 of 100, at most "
         f"{answers.maximum:,}, which {answers.cut_share:.1%} reach; packed into "
         f"{counted(task.sequences, 'sequence')} of {task.job.seq_len:,} an update"
     )
+
+
+def _adapters(task: RLTask) -> str:
+    lora = task.job.model.lora
+    return "" if lora is None else f" with adapters of rank {lora.rank}, {adapters_in_words(task.job.model)}"
 
 
 def _split(step: RLStep) -> str:
@@ -70,6 +99,12 @@ def _best(plan: RLPlan, best: RLStep) -> Iterator[Part]:
             for remedy in plan.remedies
         ]
         yield Table((Column("change"), Column("step", SECONDS), Column("difference", Quantity("{:+.0%}".format))), each)
+    if task.job.model.lora is not None:
+        yield Note(
+            f"only the adapters are sent, {format_bytes(transfer.whole_bytes)} in 16 bits; the engine has the base "
+            f"weights from the start and applies the adapters next to them, which is not priced; the reference is the "
+            f"policy without adapters"
+        )
     if not task.off_policy_steps and best.separate:
         yield Note("on policy, each half of the accelerators waits while the other works")
 
@@ -90,6 +125,12 @@ def _others(plan: RLPlan) -> Iterator[Part]:
     columns = Column("split"), Column("step", SECONDS), Column("generation"), Column("training")
     rows = [(_split(each), each.total_s, each.generation.layout, each.training.text) for each in plan.best]
     yield Table(columns, rows)
+    bars = [
+        (_split(each), {part: s for part, s in each.parts_s.items() if part not in each.hidden()}, each.total_s)
+        for each in plan.best
+    ]
+    caption = "The seconds of a step by part, for each split with its fastest layouts; parts that overlap are left out."
+    yield Picture("time", "Time by part", partial(time_svg, bars), caption, (ROLES[0], ROLES[1]))
 
 
 def rl_data(plan: RLPlan, name: str) -> dict[str, Any]:
@@ -97,6 +138,7 @@ def rl_data(plan: RLPlan, name: str) -> dict[str, Any]:
     task, answers = plan.task, plan.task.answers
     return {
         "model": name,
+        "lora": None if task.job.model.lora is None else asdict(task.job.model.lora),
         "cluster": task.cluster.name,
         "prompt_len": task.prompt_len,
         "output_len": {"mean": answers.mean, "p95": answers.percentile(0.95), "max": answers.maximum},
