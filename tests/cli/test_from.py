@@ -47,7 +47,7 @@ def invoke(*arguments: object) -> Result:
             {"cluster": "h100:128", "seq_len": 4096},
             {"tp": 8, "dp_shard": 16, "zero": 3},
         ),
-        ({"llama.py": LLAMA_PYTHON}, ":llama3_70b", {"cluster": "h100:64"}, {"tp": 8, "dp_shard": 8}),
+        ({"llama3.py": LLAMA_PYTHON}, ":llama3_70b", {"cluster": "h100:64"}, {"tp": 8, "dp_shard": 8}),
         (
             {"ds.json": json.dumps(DEEPSPEED), "arguments.json": json.dumps(ARGUMENTS)},
             "",

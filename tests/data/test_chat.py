@@ -19,7 +19,7 @@ from shardwright.data.pairs import PairFormat
 from shardwright.data.prepare import prepare
 from shardwright.data.samples import PackedSamples, PairSamples
 from shardwright.data.shards import open_split, verify_checksums
-from shardwright.data.token_manifest import DataManifest
+from shardwright.data.token_manifest import FORMAT_VERSION, DataManifest
 from shardwright.data.tokenizer import train_bpe
 from shardwright.system.errors import DataError
 
@@ -79,7 +79,7 @@ def test_the_answers_of_a_conversation_and_the_token_that_ends_them_are_trained_
     whole = "".join(f"<|im_start|>{each['role']}\n{each['content']}<|im_end|>\n" for each in TALK)
     text = inspect(tmp_path / "talks", n=1)["documents"][0]["text"]
     assert text == whole + "<|endoftext|>"
-    assert manifest.format_version == 5
+    assert manifest.format_version == FORMAT_VERSION
     assert manifest.answer_end_id == Tokenizer.from_file(str(tokenizer)).token_to_id("<|im_end|>")
     assert (tmp_path / "talks" / "chat_template.jinja").read_text() == CHATML
     assert verify_checksums(tmp_path / "talks") == []

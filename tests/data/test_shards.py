@@ -115,7 +115,7 @@ def test_a_folder_that_is_not_of_tokens_says_what_it_is(tmp_path: Path) -> None:
 
 def test_a_newer_format_names_its_writer(copy: Path) -> None:
     edit(copy, lambda raw: raw.update(format_version=9, created_by="shardwright 7.0"))
-    with pytest.raises(DataError, match=r"format version 9, but .* up to 5; it was written by shardwright 7\.0"):
+    with pytest.raises(DataError, match=r"format version 9, but .* up to 6; it was written by shardwright 7\.0"):
         DataManifest.read(copy)
 
 
@@ -140,8 +140,8 @@ def test_a_newer_format_names_its_writer(copy: Path) -> None:
         (lambda raw: raw.update(largest_id=10**30), "damaged at largest_id"),
         (lambda raw: raw.update(vocab_size=-1), "damaged at vocab_size"),
         (lambda raw: raw.update(block_bytes=10**30), "damaged at block_bytes"),
-        (lambda raw: raw.update(format_version=True), "format version True, but this Shardwright reads up to 5"),
-        (lambda raw: raw.update(format_version=0), "format version 0, but this Shardwright reads up to 5"),
+        (lambda raw: raw.update(format_version=True), "format version True, but this Shardwright reads up to 6"),
+        (lambda raw: raw.update(format_version=0), "format version 0, but this Shardwright reads up to 6"),
     ],
 )
 def test_a_damaged_manifest_is_an_error(copy: Path, change: Callable[[dict], None], message: str) -> None:

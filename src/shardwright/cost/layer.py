@@ -275,7 +275,10 @@ def _fused(f: Formulas, job: Job, candidates: Candidates, block: BlockShape) -> 
         of_window = f.window * (2 * length - f.window) / length
         length = f.let("attended_tokens", of_chunks if block.chunked else of_window)
     in_memory = job.caps_in_memory(candidates)
-    edge = np.where(in_memory, ROWS_TOGETHER / 2, 64.0) if np.any(in_memory) else 64
+    edge: Floats | int = 64
+    if np.any(in_memory):
+        f.add(edge=np.where(in_memory, ROWS_TOGETHER / 2, edge))
+        edge = f.edge
     f("FLOPs of attention", 4 * f.T * length * (f.heads / f.tp) * f.c * (0.5 + edge / length), "of F", unit="FLOP")
     flops = f.FLOPs_of_attention
     if np.all(in_memory):

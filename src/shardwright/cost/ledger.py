@@ -333,6 +333,7 @@ _SYMBOLS = (
      "element-wise kernels reach"),
     ("bandwidth", "B/s", "of the accelerator's memory"),
     ("matmul_share lasting_share copy_share kernel_share", "", "of the peak: the best seen, what lasts in training"),
+    ("edge", "tokens", "fused attention: mean scores of a query that a block on the diagonal computes beside the half"),
     ("flash_share flash_gain c0 s0", "", "fused attention: share of the rate; of newer kernels; width, length for it"),
     ("format_rate matmul_gain", "", "of matmuls: of a format's kernels; of a stack's relative to PyTorch's"),
     ("calls", "", "messages one after another"),

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import _functional_collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
@@ -81,6 +82,10 @@ flash_attention_pieces_backward = _aten._flash_attention_backward
 
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_NEWER = hasattr(_functional_collectives, "all_gather_single_autograd")
+all_gather_with_gradients: Callable[..., Tensor] = getattr(
+    _functional_collectives, "all_gather_single_autograd" if _NEWER else "all_gather_tensor_autograd"
+)
 
 
 def varlen_attention(q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, ends: Tensor, longest: int) -> Tensor:

@@ -20,8 +20,9 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch import Tensor
 from torch.distributed import all_gather as plain_all_gather
-from torch.distributed._functional_collectives import all_gather_single_autograd
 from torch.overrides import TorchFunctionMode
+
+from shardwright.system.torch_private import all_gather_with_gradients
 
 
 class OnCpu(TorchFunctionMode):
@@ -69,7 +70,7 @@ class CpuContextAttention(DotProductAttention):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Any:
         group = parallel_state.get_context_parallel_group()
         if (n := group.size()) > 1:
-            gathered = (all_gather_single_autograd(each.contiguous(), 0, group) for each in (key, value))
+            gathered = (all_gather_with_gradients(each.contiguous(), 0, group) for each in (key, value))
             key, value = (_in_order(each, n) for each in gathered)
         return super().forward(query, key, value, *arguments, **options)
 
