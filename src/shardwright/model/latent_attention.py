@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shardwright.model.attention import Attend, attend
 from shardwright.model.documents import Documents
-from shardwright.model.matmul import Adaptable, Linear, Recipe, linear
+from shardwright.model.matmul import Adaptable, Linear, Recipe, linear, with_magnitude
 from shardwright.model.norm import RMSNorm
 from shardwright.model.recompute import part
 from shardwright.model.rotary import rotate
@@ -104,7 +104,7 @@ class LatentAndKey(Adaptable):
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         also_BTX, y_BTX = self.low_rank(x_BTD), linear(x_BTD, self.weight, recipe=self.recipe)
-        factor_X = self.magnitude_factor(self.recipe)
+        change_X = self.magnitude_change(self.recipe)
         y_BTX = y_BTX if also_BTX is None else y_BTX + also_BTX
-        latent_BTL, k_BTP = (y_BTX if factor_X is None else y_BTX * factor_X).split(self.widths, -1)
+        latent_BTL, k_BTP = (y_BTX if change_X is None else with_magnitude(y_BTX, change_X)).split(self.widths, -1)
         return latent_BTL, k_BTP

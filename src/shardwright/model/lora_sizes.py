@@ -5,8 +5,8 @@ With an adapter a linear computes y = x W^T + s (x A^T) B^T. W (out, in) is froz
 trained. B is zero at first, so a run starts with the outputs of the base weights. Each routed expert has an A and a B
 of its own for each of its matrices, stacked as the matrices are: (E, r, in) and (E, out, r).
 
-With DoRA an adapter also has a magnitude m (out,), and y = (x W^T + s (x A^T) B^T) m / |W + s B A|. The norm of each
-row is a constant in the backward pass. At first m is the norm of the rows of W.
+With DoRA an adapter also has a magnitude m = |W| + d (out,), and y = (x W^T + s (x A^T) B^T) m / |W + s B A|, with the
+norm of each row, which is a constant in the backward pass. The parameter is d, which is zero at first. peft's is m.
 
 Sources: Hu et al., LoRA, arXiv 2106.09685, section 4.1; Kalajdzievski, rsLoRA, arXiv 2312.03732, for s = alpha /
 sqrt(r); Liu et al., DoRA, arXiv 2402.09353, sections 4.1 and 4.3.

@@ -216,13 +216,14 @@ class Adapted(nn.Module):
 
 class Adaptable(Adapted):
     """A module with a matmul y = x W^T that may have an adapter: y + s (x A^T) B^T, with A (r, D) and B (F, r); with
-    DoRA the sum is multiplied by m / |W + s B A|, (F,)."""
+    DoRA the sum is multiplied by (|W| + d) / |W + s B A|, (F,)."""
 
     weight: Tensor
     lora_a: nn.Parameter
     lora_b: nn.Parameter
     lora_magnitude: nn.Parameter
-    """m of DoRA, if `lora.dora`."""
+    """d of DoRA, if `lora.dora`: by how much the norm of a row differs from the base's. As a difference it is exact
+    where parameters are cast to 16 bits."""
     dropout: InputDropout | None = None
     """The dropout of the adapter's input, if it has one."""
 
@@ -249,11 +250,11 @@ class Adaptable(Adapted):
         """Return s z B^T for z = x A^T."""
         return linear(z * self.lora_scale, _local(self.lora_b))
 
-    def magnitude_factor(
-        self, recipe: Recipe | None, sum_over_ranks: Callable[[Tensor], Tensor] = lambda squares_F: squares_F
+    def magnitude_change(
+        self, recipe: Recipe | None, sum_over_ranks: Callable[[Tensor], Tensor] = lambda squares_2F: squares_2F
     ) -> Tensor | None:
-        """Return m / |W + s B A| of each output, (F,), or None without DoRA. The norm is a constant in the backward
-        pass (Liu et al., arXiv 2402.09353, section 4.3).
+        """Return (|W| + d) / |W + s B A| - 1 of each output, (F,), or None without DoRA. It is 0 at the start of a run.
+        Norms are constants in the backward pass (Liu et al., arXiv 2402.09353, section 4.3).
 
         `recipe`: of W. `sum_over_ranks`: sums the squares of rows, where a rank has only some columns.
         """
@@ -262,23 +263,24 @@ class Adaptable(Adapted):
         magnitude_F, a_rD, b_Fr = (_local(each) for each in (self.lora_magnitude, self.lora_a, self.lora_b))
         with torch.no_grad():
             weight_FD, _ = _operand(_local(self.weight), recipe, a_rD.dtype)
-            squares_F = sum_over_ranks(squares_of_rows(weight_FD, a_rD, b_Fr * self.lora_scale))
-            norms_F = squares_F.clamp(min=torch.finfo(squares_F.dtype).tiny).sqrt()
-        return (magnitude_F / norms_F).to(magnitude_F.dtype)
+            squares_2F = sum_over_ranks(squares_of_rows(weight_FD, a_rD, b_Fr * self.lora_scale))
+            before_F, norms_F = squares_2F.clamp(min=torch.finfo(squares_2F.dtype).tiny).sqrt()
+        return ((before_F - norms_F + magnitude_F) / norms_F).to(magnitude_F.dtype)
 
 
 def squares_of_rows(weight_FD: Tensor, a_rD: Tensor, b_Fr: Tensor) -> Tensor:
-    """Return the squared norm of each row of W + B A, (F,), in 32 bits or wider, without the product B A:
+    """Return the squared norm of each row of W, and of W + B A, (2, F), in 32 bits or wider, without the product B A:
     |w + b A|^2 = |w|^2 + b (2 A w + A A^T b)."""
     wide = torch.promote_types(weight_FD.dtype, torch.float32)
     aw_Fr, wide_a_rD, wide_b_Fr = (weight_FD @ a_rD.T).to(wide), a_rD.to(wide), b_Fr.to(wide)
     squares_F = torch.linalg.vector_norm(weight_FD, dim=-1, dtype=wide).square()
-    return squares_F + (wide_b_Fr * (2 * aw_Fr + wide_b_Fr @ (wide_a_rD @ wide_a_rD.T))).sum(-1)
+    added_F = (wide_b_Fr * (2 * aw_Fr + wide_b_Fr @ (wide_a_rD @ wide_a_rD.T))).sum(-1)
+    return torch.stack((squares_F, squares_F + added_F))
 
 
-def times_magnitude(y: Tensor, factor_F: Tensor, bias_F: Tensor | None) -> Tensor:
-    """Return y times a `magnitude_factor`, plus the bias."""
-    scaled = y * factor_F
+def with_magnitude(y: Tensor, change_F: Tensor, bias_F: Tensor | None = None) -> Tensor:
+    """Return y with a `magnitude_change`, plus the bias."""
+    scaled = torch.addcmul(y, y, change_F)
     return scaled if bias_F is None else scaled + bias_F
 
 
@@ -297,9 +299,9 @@ class Linear(Adaptable, nn.Linear):
     """The recipe of the matmuls, or None."""
 
     def forward(self, x: Tensor) -> Tensor:
-        also, factor_F = self.low_rank(x), self.magnitude_factor(self.recipe)
-        if also is not None and factor_F is not None:  # the product keeps its input, so no matmul is skipped
-            return times_magnitude(linear(x, self.weight, recipe=self.recipe) + also, factor_F, self.bias)
+        also, change_F = self.low_rank(x), self.magnitude_change(self.recipe)
+        if also is not None and change_F is not None:  # the product keeps its input, so no matmul is skipped
+            return with_magnitude(linear(x, self.weight, recipe=self.recipe) + also, change_F, self.bias)
         y = linear(x, self.weight, self.bias, saves_first=self.saves_first, recipe=self.recipe)
         return y if also is None else y + also
 

@@ -82,7 +82,7 @@ def with_adapters(spec: ModelSizes, in_order: Iterable[Row]) -> Iterator[Row]:
         )  # fmt: skip
         if lora.dora:
             split_m: Split = "replicated" if row.split == "row" else row.split
-            yield Row(name=name_m, shape=row.shape[:-1], kind="bias", split=split_m, fill=1.0, adapter="m")
+            yield Row(name=name_m, shape=row.shape[:-1], kind="bias", split=split_m, adapter="m")
 
 
 _ADAPTER_SPLITS: dict[Split, tuple[Split, Split]] = {

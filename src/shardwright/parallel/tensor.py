@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from shardwright.layout.layout import Layout
 from shardwright.model import matmul
 from shardwright.model.dropout import Draw, KeyedDropout
-from shardwright.model.matmul import Adaptable, Linear, Recipe, times_magnitude
+from shardwright.model.matmul import Adaptable, Linear, Recipe, with_magnitude
 from shardwright.model.modules import layer_rows, row_of
 from shardwright.model.norm import OffsetRMSNorm, RMSNorm
 from shardwright.model.row import Row
@@ -248,10 +248,10 @@ class ColumnLinear(Adaptable):
     def forward(self, x_BTD: Tensor) -> Tensor:
         y_BTF, z_BTr = self.shared.output(self.index, x_BTD)
         y_BTF = y_BTF if z_BTr is None else y_BTF + self.widen(z_BTr)
-        factor_F = self.magnitude_factor(self.shared.recipe)
-        if factor_F is None:
+        change_F = self.magnitude_change(self.shared.recipe)
+        if change_F is None:
             return y_BTF
-        return times_magnitude(y_BTF, factor_F, None if self.bias is None else local_part(self.bias))
+        return with_magnitude(y_BTF, change_F, None if self.bias is None else local_part(self.bias))
 
 
 class RowLinear(Adaptable):
@@ -270,15 +270,15 @@ class RowLinear(Adaptable):
     @torch.compiler.disable
     def forward(self, x_BTF: Tensor) -> Tensor:
         weight = local_part(self.weight)
-        factor_D = self.magnitude_factor(self.recipe, lambda squares_D: start_sum(squares_D, self.axis.group).wait())
-        saves_first = self.saves_first and torch.is_grad_enabled() and factor_D is None
+        change_D = self.magnitude_change(self.recipe, lambda squares_2D: start_sum(squares_2D, self.axis.group).wait())
+        saves_first = self.saves_first and torch.is_grad_enabled() and change_D is None
         also_BTD = self.low_rank(x_BTF)  # of this rank's features, so the reduction sums it too
         y_BTD: Tensor = _RowProduct.apply(x_BTF, weight, also_BTD, self.axis, saves_first, self.recipe)
         if saves_first:
             with torch.no_grad():
                 y_BTD.copy_(_row_product(x_BTF, weight, also_BTD, self.axis, self.recipe))
-        if factor_D is not None:
-            return times_magnitude(y_BTD, factor_D, self.bias)
+        if change_D is not None:
+            return with_magnitude(y_BTD, change_D, self.bias)
         return y_BTD if self.bias is None else y_BTD + self.bias
 
 

@@ -71,8 +71,7 @@ class BaseWithAdapters:
         if name_m in self._weights.shapes and shape[-1] < self.shapes[name][-1]:
             whole_rows = self.read(name, (*offsets[:-1], 0), (*shape[:-1], self.shapes[name][-1]))
             return whole_rows[..., offsets[-1] : offsets[-1] + shape[-1]]
-        box = torch.empty(tuple(shape), dtype=getattr(torch, self.dtypes[name]))
-        fill_box(row_of(self._weights.spec, name), box, offsets, self.shapes[name], partial(self._weights.read, name))
+        box = _read_base(self._weights, name, offsets, shape)
         if name_a not in self._weights.shapes:
             return box
         rank = self._weights.shapes[name_a][-2]
@@ -80,12 +79,34 @@ class BaseWithAdapters:
         b_FR = self._weights.read(name_b, (*offsets[:-1], 0), (*shape[:-1], rank))
         magnitude_F = None
         if name_m in self._weights.shapes:
-            magnitude_F = self._weights.read(name_m, offsets[:-1], shape[:-1])
+            magnitude_F = _norms(box) + self._weights.read(name_m, offsets[:-1], shape[:-1])
         return with_low_rank(box, a_RD, b_FR, self._scale, magnitude_F)
 
     def describe(self) -> str:
         """Return a description in one line."""
         return f"{self._weights.describe()}, merged"
+
+
+def _read_base(weights: AdaptedWeights, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """Return a box of a parameter of the base as the run has it: quantised, if `lora.base` is."""
+    box = torch.empty(tuple(shape), dtype=getattr(torch, weights.dtypes[name]))
+    fill_box(row_of(weights.spec, name), box, offsets, weights.shapes[name], partial(weights.read, name))
+    return box
+
+
+def _norms(rows_FD: Tensor) -> Tensor:
+    """Return the norms of whole rows in 32 bits or wider, (F,)."""
+    wide = torch.promote_types(rows_FD.dtype, torch.float32)
+    return torch.linalg.vector_norm(rows_FD, dim=-1, dtype=wide)
+
+
+def _read_for_peft(weights: AdaptedWeights, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """Return a box of an adapter as peft has it: a magnitude of DoRA with the norms of the base's rows."""
+    value = weights.read(name, offsets, shape)
+    matrix = f"{_ENDING.sub('', name)}.weight"
+    if name != adapter_names(matrix).magnitude:
+        return value
+    return value + _norms(_read_base(weights, matrix, (*offsets, 0), (*shape, weights.shapes[matrix][-1])))
 
 
 def adapted(source: str | Path) -> AdaptedWeights:
@@ -113,7 +134,7 @@ def export_adapter(source: str | Path, out: Path, architecture: str | None = Non
     ]
 
     def make(entry: TensorToWrite) -> Tensor:
-        tensor = tensor_of_file(named[entry.name], weights.read, getattr(torch, entry.dtype))
+        tensor = tensor_of_file(named[entry.name], partial(_read_for_peft, weights), getattr(torch, entry.dtype))
         if n := count_not_finite(tensor):
             raise InputError(
                 f"{not_finite_in_words(weights.path, n, tensor.numel(), entry.name)}; take an earlier checkpoint"
@@ -165,7 +186,10 @@ class ImportedAdapter:
             (name, expert), tensor = of_file[matrix]
             a_RD, *by_output = given.factors(matrix)
             order = slice(None) if tensor.order is None else list(tensor.order)
-            ours = (a_RD, *(None if value is None else value[order] for value in by_output))
+            b_FR, magnitude_F = (None if value is None else value[order] for value in by_output)
+            if magnitude_F is not None and expert is None:
+                magnitude_F = magnitude_F - _norms(base.read(name, (0, 0), base.shapes[name]))
+            ours = (a_RD, b_FR, magnitude_F)
             for ours_name, value in zip(adapter_names(name), ours, strict=True):
                 if value is None:
                     continue

@@ -19,7 +19,7 @@ from shardwright.system.errors import CheckpointError, InputError
 from shardwright.system.files import real_path
 from shardwright.training.checkpoint.manifest import BaseRecord, read_manifest
 from shardwright.training.checkpoint.state import raise_first
-from shardwright.training.weights import fill, fill_magnitudes, open_weights, record_of_base
+from shardwright.training.weights import fill, open_weights, record_of_base
 
 
 def base_record(config: RunConfig) -> BaseRecord | None:
@@ -57,10 +57,9 @@ def _resumed(config: RunConfig) -> str | None:
 
 @torch.no_grad()
 def fill_base(model: ParallelModel, base: BaseRecord) -> None:
-    """Fill this rank's frozen parameters, which no checkpoint of the run contains, and the magnitudes of a new run.
-    Each rank reads only its own part."""
+    """Fill this rank's frozen parameters, which no checkpoint of the run contains. Each rank reads only its own
+    part."""
     frozen = {n: p for n, p in model.named_parameters.items() if n not in model.saved_parameters}
     weights = open_weights(base.path)
     fill(frozen.items(), model.spec, weights, local_box)
-    fill_magnitudes(model.named_parameters, model.spec, weights, local_box)
     model.after_change()

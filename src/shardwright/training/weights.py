@@ -18,7 +18,7 @@ from shardwright.config.reading import as_toml
 from shardwright.hugging_face.files import ADAPTER, is_folder_of_transformers
 from shardwright.hugging_face.reader import open_weights as open_folder_of_transformers
 from shardwright.model.init import Box, whole
-from shardwright.model.lora_sizes import LoraSpec, adapter_names
+from shardwright.model.lora_sizes import LoraSpec
 from shardwright.model.modules import row_of, rows
 from shardwright.model.quantised import fill_box
 from shardwright.model.saved import with_defaults
@@ -132,8 +132,6 @@ class CheckpointWeights(ShardedTensors):
 
 _SAMPLED = 1024
 """Elements of each tensor that are part of a fingerprint."""
-_READ_TOGETHER = 2**24
-"""Elements of rows that are read at a time to compute their norms."""
 
 
 def frozen_names(spec: ModelSpec) -> list[str]:
@@ -356,27 +354,3 @@ def fill(
         elif not row.adapter:
             assert row.kind == "balance", f"{name} is not in {weights.path}"
             held.fill_(row.fill)
-
-
-@torch.no_grad()
-def fill_magnitudes(
-    parameters: Mapping[str, nn.Parameter],
-    spec: ModelSpec,
-    base: Weights,
-    box: Callable[[nn.Parameter], Box] = whole,
-) -> None:
-    """Fill the magnitudes of adapters, or the `box` of each on this rank, with the norms of the rows of the matrices of
-    `base`, in the type in which matmuls read them."""
-    of_model = rows(spec)
-    narrow = (p.dtype for name, p in parameters.items() if of_model[name].frozen and of_model[name].kind == "norm")
-    dtype = next(narrow, torch.float32)
-    for name, row in of_model.items():
-        magnitude = parameters.get(adapter_names(name).magnitude)
-        if magnitude is None:
-            continue
-        held_F, (first,) = box(magnitude)
-        for some_F in held_F.split(max(1, _READ_TOGETHER // row.shape[-1])):
-            weight_FD = torch.empty(len(some_F), row.shape[-1], dtype=dtype)
-            fill_box(row, weight_FD, (first, 0), row.shape, partial(_read_finite, base, name))
-            some_F.copy_(torch.linalg.vector_norm(weight_FD, dim=-1, dtype=torch.promote_types(dtype, torch.float32)))
-            first += len(some_F)

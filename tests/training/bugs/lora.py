@@ -50,21 +50,21 @@ SCALE: dict[str, AnyBug] = {
         given=("mixtral",),
     ),
     "the norm of a row in DoRA is not a constant": UnitBug(
-        Mutation("shardwright.model.matmul:Adaptable.magnitude_factor", "torch.no_grad()", "torch.enable_grad()"),
+        Mutation("shardwright.model.matmul:Adaptable.magnitude_change", "torch.no_grad()", "torch.enable_grad()"),
         _DENSE,
         given=({},),
     ),
     "DoRA divides by the norm of a row of the base alone": UnitBug(
         Mutation(
             "shardwright.model.matmul:squares_of_rows",
-            "squares_F + (wide_b_Fr * (2 * aw_Fr + wide_b_Fr @ (wide_a_rD @ wide_a_rD.T))).sum(-1)",
+            "squares_F + added_F",
             "squares_F",
         ),
         _DENSE,
         given=({},),
     ),
     "DoRA scales the bias": UnitBug(
-        Mutation("shardwright.model.matmul:times_magnitude", "scaled + bias_F", "scaled + bias_F * factor_F"),
+        Mutation("shardwright.model.matmul:with_magnitude", "scaled + bias_F", "scaled + bias_F * (1 + change_F)"),
         _DENSE,
         given=({"bias": True},),
     ),
@@ -187,8 +187,8 @@ REDUCTION: dict[str, AnyBug] = {
     "DoRA divides the outputs of a row-parallel matrix by the norms of this rank's columns": Bug(
         Mutation(
             f"{TENSOR}:RowLinear.forward",
-            "self.magnitude_factor(self.recipe, lambda squares_D: start_sum(squares_D, self.axis.group).wait())",
-            "self.magnitude_factor(self.recipe)",
+            "self.magnitude_change(self.recipe, lambda squares_2D: start_sum(squares_2D, self.axis.group).wait())",
+            "self.magnitude_change(self.recipe)",
         ),
         [TP, SP],
         spec=_DORA,
