@@ -6,6 +6,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -186,6 +187,19 @@ def test_no_layout_is_faster_than_its_bound_and_none_needs_other_memory_than_is_
         bound, exact = (step_time(asked, few, simulated=on).total_s for on in (False, True))
         assert np.all(bound <= exact * (1 + 1e-9)), group.shared
         assert reserved_bytes(asked, few) == pytest.approx(memory.estimate_memory(asked, few).reserved_bytes, rel=1e-12)
+
+
+@pytest.mark.parametrize("fixed", [{"recompute": "none", "micro_batch": 4}, {"micro_batch": 2}, {"pp": 2, "tp": 2}, {}])
+def test_where_nothing_fits_the_nearest_of_fixed_choices_is_the_least_of_these(fixed: dict[str, Any]):
+    asked, chosen = job(DEEP, "h100:4/4", 16, 8192), FixedChoices(fixed)
+    needed = min(
+        memory.estimate_memory(asked, kept).reserved_bytes.min()
+        for group in groups(asked)
+        if len(kept := group.take(chosen(group)))
+    )
+    found = survey(asked, needed / 2, chosen)
+    assert found.nearest is not None
+    assert found.nearest_bytes == pytest.approx(needed, rel=1e-9)
 
 
 @pytest.mark.prove

@@ -221,6 +221,7 @@ def _survey_of(
     kept: list[Candidates] = []
     low_s, peaks = [np.zeros(0)], [np.zeros(0)]
     n_layouts, least, nearest_bytes, exists, memo = 0, np.inf, np.inf, False, memo or memo_of(job)
+    guess = np.inf
     nearest: Choice | None = None
     for found, rows, valid in masked_groups(job, pp, _offload(condition), condition):
         exists, at = True, np.flatnonzero(valid)
@@ -230,13 +231,14 @@ def _survey_of(
         if not len(at):
             continue
         if nearest is None:
-            least = _first_guess(job, found.take(rows.degrees.among(at).first), limit, memo)
-        at, on_device = _priced(job, found, rows, at, max(limit, least), memo)
+            guess = _first_guess(job, found.take(rows.degrees.among(at).first), limit, memo)
+        most = max(limit, min(guess, least))
+        at, on_device = _priced(job, found, rows, at, most, memo)
         if not len(at):
             continue
-        needed = _with_host(job, found, at, on_device, limit, max(limit, least))
+        needed = _with_host(job, found, at, on_device, limit, most)
         first = int(needed.argmin())
-        if needed[first] < least or nearest is None:
+        if needed[first] < least:
             nearest, nearest_bytes, least = choice_at(found, at[first]), float(on_device[first]), float(needed[first])
         fits = needed <= limit
         if fits.any():

@@ -137,11 +137,12 @@ class DistinctParts(NamedTuple):
         return DistinctParts(first[there], (np.cumsum(there) - 1)[numbers])
 
     def among(self, rows: Ints) -> "DistinctParts":
-        """Return the distinct values of some of the rows."""
+        """Return the distinct values of some of the rows, each with the first of these rows that has it."""
         of_row = self.of_row[rows]
-        there = np.zeros(len(self.first), dtype=bool)
-        there[of_row] = True
-        return DistinctParts(self.first[there], (np.cumsum(there) - 1)[of_row])
+        first = np.full(len(self.first), -1)
+        first[of_row[::-1]] = rows[::-1]
+        there = first >= 0
+        return DistinctParts(first[there], (np.cumsum(there) - 1)[of_row])
 
 
 @dataclass(frozen=True)
