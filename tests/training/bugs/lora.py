@@ -167,10 +167,9 @@ DTYPE: dict[str, AnyBug] = {
     ),
     "adapters are merged into a base that is not quantised": UnitBug(
         Mutation(
-            "shardwright.training.adapters:BaseWithAdapters.read",
-            "fill_box(row_of(self._weights.spec, name), box, offsets, self.shapes[name], "
-            "partial(self._weights.read, name))",
-            "box.copy_(self._weights.read(name, offsets, shape))",
+            "shardwright.training.adapters:_read_base",
+            "fill_box(row_of(weights.spec, name), box, offsets, weights.shapes[name], partial(weights.read, name))",
+            "box.copy_(weights.read(name, offsets, shape))",
         ),
         f"{_BASE_TESTS}:check_that_merged_weights_compute_as_the_run",
     ),
