@@ -54,6 +54,13 @@ def test_a_flavor_has_the_parameters_of_the_model_of_torchtitan(name: str) -> No
         ("torchft/qwen3_5/config_registry.py", ".", "4B", "qwen3_5"),
         ("file.py", "torchtitan.models.gpt_oss", "20B", "gpt_oss"),
         ("llama3/config_registry.py", "torchtitan.models.qwen3", "8B", "qwen3"),
+        ("llama3/config_registry.py", "torchtitan.models.qwen3.registry", "8B", "qwen3"),
+        ("llama3/config_registry.py", ".registry", "8B", "llama3"),
+        ("llama3/config_registry.py", ".registry.flavors", "8B", "llama3"),
+        ("llama3/config_registry.py", "..qwen3", "8B", "qwen3"),
+        ("llama3/config_registry.py", "..qwen3.registry", "8B", "qwen3"),
+        ("llama3/configs/config_registry.py", "..", "8B", "llama3"),
+        ("llama3/configs/config_registry.py", "..registry", "8B", "llama3"),
     ],
 )
 def test_the_module_names_the_model(tmp_path: Path, path: str, module: str, flavor: str, name: str) -> None:
@@ -61,6 +68,18 @@ def test_the_module_names_the_model(tmp_path: Path, path: str, module: str, flav
     assert run.described.model == FLAVORS[name][flavor.lower()]
     assert not any("names none" in each for each in run.assumed)
     assert any("its vision encoder is not" in each for each in run.assumed) == (name == "qwen3_5")
+
+
+@pytest.mark.parametrize(("level", "folder"), [(".", "llama3"), ("..", "llama3/configs")])
+def test_a_module_that_is_imported_from_a_relative_package_names_the_model(
+    tmp_path: Path, level: str, folder: str
+) -> None:
+    text = ONE.format(module="x", flavor="8B").replace("from x import model_registry", f"from {level} import registry")
+    path = tmp_path / folder / "config_registry.py"
+    path.parent.mkdir(parents=True)
+    run = read(path.parent, {path.name: text.replace("=model_reg", "=registry.model_reg")}, world=8)
+    assert run.described.model == FLAVORS["llama3"]["8b"]
+    assert not run.assumed
 
 
 def test_a_name_that_the_file_does_not_state_is_an_assumption(tmp_path: Path) -> None:

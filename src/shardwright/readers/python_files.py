@@ -95,10 +95,10 @@ class _PythonFile:
         self.path, self.module, self.kinds = path, module, kinds
         self.functions = {each.name: each for each in module.body if isinstance(each, ast.FunctionDef)}
         self.imported = {
-            name.asname or name.name: f"{source}{name.name}"
+            name.asname or name.name: (source, name.name)
             for each in ast.walk(module)
             if isinstance(each, ast.Import | ast.ImportFrom)
-            for source in [f"{'.' * each.level}{each.module or ''}." if isinstance(each, ast.ImportFrom) else ""]
+            for source in [f"{'.' * each.level}{each.module or ''}" if isinstance(each, ast.ImportFrom) else ""]
             for name in each.names
         }
         self.constants: dict[str, Any] = {}
@@ -142,9 +142,9 @@ class _PythonFile:
     def _module(self, function: str) -> str:
         """Return the module of a function that is imported, or that is an attribute of an imported module."""
         if function in self.imported:
-            return self.imported[function].rpartition(".")[0]
-        holder = function.rpartition(".")[0]
-        return self.imported.get(holder, "")
+            return self.imported[function][0]
+        source, name = self.imported.get(function.rpartition(".")[0], ("", ""))
+        return f"{source}{'.' if source.strip('.') else ''}{name}"
 
     def _constants(self) -> dict[str, Any]:
         """Return the names that the module assigns. A name that another statement of the module may assign, such as a
