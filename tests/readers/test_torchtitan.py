@@ -141,6 +141,46 @@ def test_other_forms_of_the_same_configuration_have_the_same_values(tmp_path: Pa
     assert run.described.micro_batch == 1
 
 
+COMPUTED = {
+    "min(8192, 4096)": 4096,
+    "max(2 * 1024, LENGTH, 512)": 4096,
+    "int(LENGTH / 2)": 2048,
+    "int(8192)": 8192,
+    'int(os.environ["SEQ"])': None,
+    "get_len()": None,
+    "get_len(8192)": None,
+    "lengths.get_len(8192)": None,
+    'os.environ.get("SEQ", 8192)': None,
+    "min(8192, get_len())": None,
+    "min(LENGTH)": None,
+    "max([1, 2], key=abs)": None,
+    "int(8192, 10)": None,
+    "replace(8192)": None,
+    "int(-4096) * -1": 4096,
+}
+"""An expression -> its number, or None for a number that only a run has."""
+
+
+@pytest.mark.parametrize("expression", COMPUTED)
+def test_a_call_is_computed_or_its_value_is_unknown(tmp_path: Path, expression: str) -> None:
+    name, number = f"{expression.partition('(')[0]}(", COMPUTED[expression]
+    text = ONE.format(module="torchtitan.models.llama3", flavor="8B").replace(
+        "batch_size=1", f"batch_size=1, seq_len={expression}"
+    )
+    text = f"LENGTH = 4096\n{text}"
+    if number is None:
+        with pytest.raises(InputError, match=rf"x\.py:4: training\.seq_len: its value is unknown: .*{re.escape(name)}"):
+            read(tmp_path, {"x.py": text}, world=8)
+    else:
+        assert read(tmp_path, {"x.py": text}, world=8).described.seq_len == number
+
+
+@pytest.mark.parametrize("option", ["optimizer", "activation_checkpoint"])
+def test_the_arguments_of_a_function_that_names_a_kind_are_no_kind(tmp_path: Path, option: str) -> None:
+    run = read_one(tmp_path / "llama3/config_registry.py", old="training=", new=f"{option}=muon('adamw'), training=")
+    assert {each.value for each in run.records if each.option == option} == {"muon"}
+
+
 REFUSED = [
     (
         "llama3/config_registry.py",

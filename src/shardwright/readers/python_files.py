@@ -23,6 +23,8 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
 }
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {"min": min, "max": max, "int": int}
+"""Functions of Python that are computed, of numbers."""
 _LARGEST = 1e18
 """Bound of the numbers in arithmetic."""
 _DECLARATIONS = (ast.Expr, ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assert, ast.Pass)
@@ -73,9 +75,10 @@ def python_settings(path: Path, function: str | None, kinds: Collection[str] = (
     `Trainer.Config(parallelism=ParallelismConfig(...))`, or of the module's assignments. Raises InputError with the
     line.
 
-    A keyword is a setting `section.name`; a first argument of a call is the value of its name. `kinds`: sections whose
-    value is the name of the class or function that is called, such as `FullAC` of `FullAC.Config()`. A call
-    `model_registry(...)` also has the setting `NAME.module`, the module that the function is imported from.
+    A keyword is a setting `section.name`; a first argument of a class or of `model_registry` is the value of its name,
+    and the value of another function is unknown. `kinds`: sections whose value is the name of the class or function
+    that is called, such as `FullAC` of `FullAC.Config()`. A call `model_registry(...)` also has the setting
+    `NAME.module`, the module that the function is imported from.
     """
     text = text_of(path)
     try:
@@ -268,6 +271,13 @@ class _PythonFile:
             return self._run(function, self._bound(function, node, scope, depth), depth)
         arguments = [self._value(each, scope, depth) for each in node.args]
         keywords = self._keywords(node, scope, depth)
+        numbers = [value for each in arguments if _is_number(value := _plain(each))]
+        own = name in _FUNCTIONS and name not in self.imported
+        if own and not keywords and len(numbers) == len(arguments) >= 1 + (name != "int"):
+            try:
+                return _FUNCTIONS[name](*numbers)
+            except TypeError:
+                pass
         if name in (*_COPIES, *_DEEP_COPIES) and arguments and isinstance(base := _plain(arguments[0]), PythonCall):
             result = deepcopy(base) if name in _DEEP_COPIES else replace(base, keywords=dict(base.keywords))
             result.keywords |= keywords
@@ -328,17 +338,20 @@ class _PythonFile:
         if isinstance(value, _Unknown):
             yield Setting(name, "", where, f"{where}: {value.text[:60]} would have to be executed")
         elif isinstance(value, PythonCall):
+            registers, computed = value.function.endswith("model_registry"), _is_function(value.function)
             first = next((_plain(each) for each in value.arguments), None)
-            registers = value.function.endswith("model_registry")
             if registers and first is None:
                 first = _plain(value.keywords.get("flavor"))
             if registers and isinstance(first, _Unknown):
                 yield Setting(name, "", value.where, f"{value.where}: {first.text[:60]} would have to be executed")
-            elif isinstance(first, str | int | float):
+            elif computed and not registers and "." in name:
+                yield Setting(name, "", where, f"{where}: {value.function[:60]}(...) would have to be executed")
+                return
+            elif isinstance(first, str | int | float) and (registers or not computed):
                 yield Setting(name, first, value.where)
             elif name in self.kinds:
                 yield Setting(name, value.function.removesuffix(".Config"), value.where)
-            elif "." not in name and _is_function(value.function) and not registers:
+            elif computed and not registers:
                 self.skipped.append(f"{value.where}: {name} = {value.function}(...) of another file is not evaluated")
             if registers:
                 yield Setting(f"{name}.module", value.module, value.where)
