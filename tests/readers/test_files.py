@@ -226,6 +226,11 @@ def test_the_module_of_a_registry_names_the_model(tmp_path: Path, module: str) -
         (":endless", ("return endless()", "config[0].training = base('4B')"), "config[0].training = ..."),
         (":without_recomputation", ("LENGTH = 4", "if 1:\n    LENGTH = 4"), "LENGTH, which line 4 may set would have"),
         (":without_recomputation", ("activation_checkpoint = None", DOUBLED), "more than 20,000 values"),
+        (
+            ":without_recomputation",
+            ("LENGTH = 4", "X = [1]\n" + "X = [*X, *X]\n" * 60 + "LENGTH = 4"),
+            "file.py:19: more than 20,000 values in a list",
+        ),
         (":without_recomputation", ("4 * 1024", "-" * 9000 + "1"), "file.py"),
     ],
 )

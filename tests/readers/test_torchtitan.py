@@ -181,6 +181,62 @@ def test_the_arguments_of_a_function_that_names_a_kind_are_no_kind(tmp_path: Pat
     assert {each.value for each in run.records if each.option == option} == {"muon"}
 
 
+PASSED = """\
+from torchtitan.models.llama3 import model_registry
+from lengths import UNKNOWN
+BASE = dict(local_batch_size=2, seq_len=4096)
+PAIR = [2, 4096]
+def plain(batch=8, seq=2048, *, more=1): return T(local_batch_size=batch, seq_len=seq, global_batch_size=64 * more)
+def keys(batch=8, seq=2048, **given): return T(local_batch_size=batch, seq_len=seq, **given)
+def rest(batch, *sizes): return T(local_batch_size=batch, seq_len=2048, converters=sizes)
+def train(): return Trainer.Config(model_spec=model_registry("8B"), training={call})
+"""
+GIVEN: dict[str, tuple[int, int] | str] = {
+    "T(**dict(BASE, seq_len=8192))": (2, 8192),
+    "T(**dict(BASE))": (2, 4096),
+    "T(**dict(dict(BASE, local_batch_size=4), **{'seq_len': 1024}))": (4, 1024),
+    "dict(BASE, seq_len=8192)": (2, 8192),
+    "plain(*PAIR)": (2, 4096),
+    "plain(1, *[1024])": (1, 1024),
+    "keys(3, seq=1024)": (3, 1024),
+    "plain(2, 4096, **{'more': 2})": (2, 4096),
+    "T(**dict(UNKNOWN, local_batch_size=2, seq_len=4096))": "write the values of training.",
+    "T(**dict(UNKNOWN))": "write the values of training.",
+    "T(**dict(*UNKNOWN))": "write the values of training.",
+    "dict([('seq_len', 4096)])": "write the values of training.",
+    "T(*UNKNOWN)": "write the values of training.",
+    "plain(**UNKNOWN)": "training.local_batch_size",
+    "plain(2, **UNKNOWN)": "training.seq_len",
+    "plain(2, 4096, **UNKNOWN)": "training.global_batch_size",
+    "plain(seq=4096, **UNKNOWN)": "training.local_batch_size",
+    "plain(*UNKNOWN)": "training.local_batch_size",
+    "plain(2, *UNKNOWN)": "training.seq_len",
+    "plain(*[2, *UNKNOWN])": "training.local_batch_size",
+    "keys(**UNKNOWN)": "training.local_batch_size",
+    "keys(2, **UNKNOWN)": "training.seq_len",
+    "keys(2, 4096, **UNKNOWN)": "write the values of training.",
+    "keys(2, *UNKNOWN)": "training.seq_len",
+    "rest(*UNKNOWN)": "training.local_batch_size",
+    "rest(2, *UNKNOWN)": (2, 2048),
+}
+"""A call -> local_batch_size and seq_len, or the problem of a value that only a run has."""
+
+
+@pytest.mark.parametrize("call", GIVEN)
+def test_arguments_that_a_call_may_give_are_unknown_and_the_others_are_known(tmp_path: Path, call: str) -> None:
+    text, expected = PASSED.format(call=call), GIVEN[call]
+    if isinstance(expected, tuple):
+        described = read(tmp_path, {"x.py": text}, ":train", world=8).described
+        assert (described.micro_batch, described.seq_len) == expected
+        return
+    with pytest.raises(InputError) as error:
+        read(tmp_path, {"x.py": text}, ":train", world=8)
+    known = {"plain(2": "local_batch_size", "keys(2": "local_batch_size", "plain(seq": "seq_len"}
+    problems = "\n".join(error.value.problems)
+    assert expected in problems
+    assert not any(call.startswith(start) and name in problems for start, name in known.items())
+
+
 REFUSED = [
     (
         "llama3/config_registry.py",

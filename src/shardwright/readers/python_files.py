@@ -238,7 +238,8 @@ class _PythonFile:
         if isinstance(node, ast.Constant):
             return node.value
         if isinstance(node, ast.List | ast.Tuple):
-            return [_plain(self._value(each, scope, depth)) for each in node.elts]
+            elements, unknown = self._elements(node.elts, scope, depth)
+            return [_plain(each) for each in elements] if unknown is None else _Unknown(ast.unparse(node))
         if isinstance(node, ast.Dict):
             keys = [each.value for each in node.keys if isinstance(each, ast.Constant)]
             if len(keys) < len(node.keys):
@@ -269,8 +270,17 @@ class _PythonFile:
         name = ast.unparse(node.func)
         if function := self.functions.get(name):
             return self._run(function, self._bound(function, node, scope, depth), depth)
-        arguments = [self._value(each, scope, depth) for each in node.args]
+        arguments, unknown = self._elements(node.args, scope, depth)
         keywords = self._keywords(node, scope, depth)
+        if name == "dict":
+            name, pairs = "", _plain(arguments[0]) if arguments else unknown
+            if isinstance(pairs, PythonCall) and not pairs.function:
+                keywords = pairs.keywords | keywords
+            elif pairs is not None:
+                keywords = {"**": _Placed(_Unknown(ast.unparse(node)), self._where(node))} | keywords
+            arguments = []
+        elif unknown is not None:
+            keywords["**"] = unknown
         numbers = [value for each in arguments if _is_number(value := _plain(each))]
         own = name in _FUNCTIONS and name not in self.imported
         if own and not keywords and len(numbers) == len(arguments) >= 1 + (name != "int"):
@@ -282,7 +292,23 @@ class _PythonFile:
             result = deepcopy(base) if name in _DEEP_COPIES else replace(base, keywords=dict(base.keywords))
             result.keywords |= keywords
             return result
-        return PythonCall("" if name == "dict" else name, self._where(node), arguments, keywords, self._module(name))
+        return PythonCall(name, self._where(node), arguments, keywords, self._module(name))
+
+    def _elements(self, nodes: list[ast.expr], scope: dict[str, Any], depth: int) -> tuple[list[Any], _Placed | None]:
+        """Return the values of arguments or of a list's elements, with the elements of `*name` where the file has them;
+        and the first `*name` that is unknown, or None. The values end at it."""
+        result: list[Any] = []
+        for each in nodes:
+            value = self._value(each.value if isinstance(each, ast.Starred) else each, scope, depth)
+            if not isinstance(each, ast.Starred):
+                result.append(value)
+            elif isinstance(parts := _plain(value), list):
+                if len(result) + len(parts) > MOST_SETTINGS:
+                    raise InputError(f"{self._where(each)}: more than {MOST_SETTINGS:,} values in a list")
+                result += parts
+            else:
+                return result, _Placed(_Unknown(ast.unparse(each)), self._where(each))
+        return result, None
 
     def _placed_value(self, node: ast.expr, scope: dict[str, Any], depth: int) -> _Placed:
         return _placed(self._value(node, scope, depth), self._where(node))
@@ -302,24 +328,31 @@ class _PythonFile:
         return result
 
     def _bound(self, function: ast.FunctionDef, node: ast.Call, scope: dict[str, Any], depth: int) -> dict[str, Any]:
-        """Return the arguments of a call by the names of the function's parameters."""
+        """Return the arguments of a call by the names of the function's parameters. A parameter that an unknown `*name`
+        or `**name` may give is unknown, unless it is also given by position or by name."""
         arguments = function.args
         positional = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
         names = [*positional, *(each.arg for each in arguments.kwonlyargs)]
+        given, unknown = self._elements(node.args, scope, depth)
+        keywords = self._keywords(node, scope, depth)
         bound: dict[str, Any] = dict.fromkeys(names, _Unknown("an argument"))
         for name, default in zip(positional[::-1], arguments.defaults[::-1], strict=False):
             bound[name] = self._value(default, {}, depth)
-        for each, given in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-            if given is not None:
-                bound[each.arg] = self._value(given, {}, depth)
-        bound |= dict(zip(positional, (self._value(each, scope, depth) for each in node.args), strict=False))
-        keywords = self._keywords(node, scope, depth)
-        if "**" in keywords and arguments.kwarg is None:
-            bound |= {each: keywords["**"] for each in names}  # any of them may be among its keys
+        for each, stated in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+            if stated is not None:
+                bound[each.arg] = self._value(stated, {}, depth)
+        if unknown is not None:
+            bound |= dict.fromkeys(positional, unknown)
+        if "**" in keywords:
+            bound |= dict.fromkeys(names, keywords["**"])
+        bound |= dict(zip(positional, given, strict=False))
+        bound |= {name: value for name, value in keywords.items() if name in names}
+        if arguments.vararg is not None:
+            bound[arguments.vararg.arg] = [*map(_plain, given[len(positional) :])] if unknown is None else unknown
         if arguments.kwarg is not None:
             rest = {name: value for name, value in keywords.items() if name not in names}
             bound[arguments.kwarg.arg] = PythonCall("", self._where(node), keywords=rest)
-        return bound | keywords
+        return bound
 
     def _of_root(self, name: str, value: Any) -> Iterator[Setting]:
         """Yield the settings of the configuration itself, whose keywords are the sections."""
