@@ -204,6 +204,9 @@ GIVEN: dict[str, tuple[int, int] | str] = {
     "T(**dict(UNKNOWN))": "write the values of training.",
     "T(**dict(*UNKNOWN))": "write the values of training.",
     "dict([('seq_len', 4096)])": "write the values of training.",
+    "T(UNKNOWN)": "write the values of training.",
+    "T(1024, UNKNOWN)": "it is a section",
+    "T(lengths(1024))": "write the values of training.",
     "T(*UNKNOWN)": "write the values of training.",
     "plain(**UNKNOWN)": "training.local_batch_size",
     "plain(2, **UNKNOWN)": "training.seq_len",
@@ -282,6 +285,30 @@ REFUSED = [
         ":3: trainer.training.seq_len 8: reinforcement learning",
     ),
 ]
+
+
+@pytest.mark.parametrize(
+    ("section", "read_here"),
+    [
+        *(("parallelism", True), ("training", True), ("compile", True), ("model_spec", True), ("hf_model", True)),
+        *(("checkpoint", False), ("metrics", False), ("loss", False), ("of_a_later_version", False)),
+    ],
+)
+@pytest.mark.parametrize("made", ["make()", "make(2, a=1)", "other.make()"])
+def test_a_section_that_another_file_makes_is_refused_if_options_of_it_are_read(
+    tmp_path: Path, section: str, read_here: bool, made: str
+) -> None:
+    text = ONE.format(module="torchtitan.models.llama3", flavor="8B")
+    text = re.sub(rf"{section}=\w+\([^)]*\)", "", text).replace("Config(, ", "Config(")
+    text = text.replace("Trainer.Config(", f"Trainer.Config({section}={made}, ")
+    note = f"x.py:3: {section} = {made.partition('(')[0]}(...) of another file is not evaluated"
+    if read_here:
+        with pytest.raises(InputError, match=rf"{re.escape(note)}; write the values of {section}\."):
+            read(tmp_path, {"x.py": text}, world=8)
+    else:
+        run = read(tmp_path, {"x.py": text}, world=8)
+        assert [each for each in run.skipped if each.endswith(note)]
+        assert run.described.micro_batch == 1
 
 
 @pytest.mark.parametrize(("path", "change", "said"), REFUSED)

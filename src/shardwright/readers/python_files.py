@@ -78,7 +78,8 @@ def python_settings(path: Path, function: str | None, kinds: Collection[str] = (
     A keyword is a setting `section.name`; a first argument of a class or of `model_registry` is the value of its name,
     and the value of another function is unknown. `kinds`: sections whose value is the name of the class or function
     that is called, such as `FullAC` of `FullAC.Config()`. A call `model_registry(...)` also has the setting
-    `NAME.module`, the module that the function is imported from.
+    `NAME.module`, the module that the function is imported from. A setting `NAME.**`, of an unknown value, stands for
+    the options that a call or a dictionary which is not evaluated may have.
     """
     text = text_of(path)
     try:
@@ -385,7 +386,12 @@ class _PythonFile:
             elif name in self.kinds:
                 yield Setting(name, value.function.removesuffix(".Config"), value.where)
             elif computed and not registers:
-                self.skipped.append(f"{value.where}: {name} = {value.function}(...) of another file is not evaluated")
+                text = f"{value.where}: {name} = {value.function}(...) of another file is not evaluated"
+                self.skipped.append(text)
+                yield Setting(f"{name}.**", "", value.where, text)
+            elif any(isinstance(_plain(each), _Unknown | PythonCall) for each in value.arguments):
+                text = f"{value.where}: the arguments by position of {value.function[:60]} would have to be executed"
+                yield Setting(f"{name}.**", "", value.where, text)
             if registers:
                 yield Setting(f"{name}.module", value.module, value.where)
             for key, inner in value.keywords.items():

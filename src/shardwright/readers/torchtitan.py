@@ -172,8 +172,9 @@ def describe(values: Values) -> DescribedRun:
         raise InputError(*values.problems)
     used = {row.name for row in OPTIONS.values() if row.fate == READ}
     for name, setting in values.settings.items():
-        if name.endswith("**") and any(each.startswith(name[:-2]) for each in used):
-            values.problems.append(f"{setting.unknown}; write the values of {name[:-2] or 'the configuration'}")
+        section = name.removesuffix("**")
+        if name.endswith("**") and any(f"{each}.".startswith(section) for each in used):
+            values.problems.append(f"{setting.unknown}; write the values of {section or 'the configuration'}")
     model, world = model_of(values), values.world_size
     if world is None:
         values.problems.append(f"{values.source}: torchrun sets the number of ranks; give --cluster, such as h100:64")
