@@ -264,7 +264,7 @@ REFUSED = [
             "parallelism=P(pipeline_parallel_degree=8, pipeline_parallel_schedule='Interleaved1F1B', "
             "pipeline_parallel_layers_per_stage=9), training=",
         ),
-        "32 layers make one stage for each of 8 ranks, and Interleaved1F1B needs 2 or more; valid: 2 or fewer",
+        "32 layers make one stage for each of 8 ranks, and Interleaved1F1B needs 2 or more; valid: 3 or fewer",
     ),
     ("x.py", ("", ""), "x.py:3: model_spec 8B: the file does not name the model of this flavor"),
     ("flux/config_registry.py", ("", ""), "the sizes of flux 8B are not known here (known models: llama3,"),
@@ -309,6 +309,22 @@ def test_a_section_that_another_file_makes_is_refused_if_options_of_it_are_read(
         run = read(tmp_path, {"x.py": text}, world=8)
         assert [each for each in run.skipped if each.endswith(note)]
         assert run.described.micro_batch == 1
+
+
+@pytest.mark.parametrize(("pp", "bound"), [(2, 15), (4, 7), (8, 3), (31, 1), (32, 0), (64, 0)])
+def test_layers_for_each_stage_are_valid_up_to_the_bound_that_the_error_states(
+    tmp_path: Path, pp: int, bound: int
+) -> None:
+    options = f"pipeline_parallel_degree={pp}, pipeline_parallel_schedule='Interleaved1F1B'"
+    text = ONE.format(module="torchtitan.models.llama3", flavor="8B").replace(
+        "training=", f"parallelism=P({options}, pipeline_parallel_layers_per_stage=LAYERS), training="
+    )
+    if bound:
+        described = read(tmp_path, {"x.py": text.replace("LAYERS", str(bound))}, world=pp).described
+        assert described.layout.virtual_stages >= 2
+    said = f"valid: {bound} or fewer" if bound else f"the model has too few layers for pipeline_parallel_degree {pp}"
+    with pytest.raises(InputError, match=f"and Interleaved1F1B needs 2 or more; {said}$"):
+        read(tmp_path, {"x.py": text.replace("LAYERS", str(bound + 1))}, world=pp)
 
 
 @pytest.mark.parametrize(("path", "change", "said"), REFUSED)

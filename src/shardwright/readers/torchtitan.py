@@ -290,9 +290,11 @@ def _pipeline(values: Values, pp: int, model: ModelSpec) -> dict[str, Any]:
         return {"pp_schedule": schedule}
     stages = -(-model.n_layers // (layers * pp)) if layers else 2
     if stages < 2:
+        most = (model.n_layers - 1) // pp
+        few = f"the model has too few layers for pipeline_parallel_degree {pp}"
         values.problems.append(
             f"{values.source}: pipeline_parallel_layers_per_stage {layers}: {model.n_layers} layers make one stage for "
-            f"each of {pp} ranks, and {name} needs 2 or more; valid: {model.n_layers // (2 * pp)} or fewer"
+            f"each of {pp} ranks, and {name} needs 2 or more; {f'valid: {most} or fewer' if most > 0 else few}"
         )
     return {"pp_schedule": schedule, "virtual_stages": max(stages, 2)}
 
