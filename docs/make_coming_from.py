@@ -59,9 +59,10 @@ PAGES: dict[str, tuple[str, System, str, str]] = {
         "file, arguments and arithmetic on numbers are followed. A call whose result is not used is named as not "
         "evaluated; a loop or a condition is refused with its line. Since 2026 torchtitan states batches in tokens. "
         "torchrun sets the number of ranks, so `--cluster` gives it. A configuration that a function of another file "
-        "makes is refused with its line. The flavors of llama3, qwen3, qwen3_5, deepseek_v3, gpt_oss and kimi_k2_7 are "
-        "known, debug models too; vision encoders are not priced. Other models, and the models of "
-        "transformers_modeling_backend, need `--model config.json`.",
+        "makes is refused with its line, and so is a section of it with options that are read. The value of a function "
+        "of another file is unknown; `min`, `max` and `int` of numbers are computed. The flavors of llama3, qwen3, "
+        "qwen3_5, deepseek_v3, gpt_oss and kimi_k2_7 are known, debug models too; vision encoders are not priced. "
+        "Other models, and the models of transformers_modeling_backend, need `--model config.json`.",
     ),
     "coming-from-deepspeed": (
         "DeepSpeed",

@@ -226,6 +226,11 @@ def test_the_module_of_a_registry_names_the_model(tmp_path: Path, module: str) -
         (":endless", ("return endless()", "config[0].training = base('4B')"), "config[0].training = ..."),
         (":without_recomputation", ("LENGTH = 4", "if 1:\n    LENGTH = 4"), "LENGTH, which line 4 may set would have"),
         (":without_recomputation", ("activation_checkpoint = None", DOUBLED), "more than 20,000 values"),
+        (
+            ":without_recomputation",
+            ("LENGTH = 4", "X = [1]\n" + "X = [*X, *X]\n" * 60 + "LENGTH = 4"),
+            "file.py:19: more than 20,000 values in a list",
+        ),
         (":without_recomputation", ("4 * 1024", "-" * 9000 + "1"), "file.py"),
     ],
 )
@@ -307,6 +312,10 @@ def test_alternatives_stay_within_the_abilities_of_the_system_and_keep_its_offlo
         ("x.yaml", "HYBRID_SHARD", "HALF_SHARD", "x.yaml:4: fsdp_config.fsdp_sharding_strategy HALF_SHARD: valid: "),
         ("x.yaml", "mixed_precision: bf16", "mixed_precision: [bf16", "x.yaml:6: "),
         ("x.yaml", "FSDP", "MEGATRON_LM", "x.yaml:1: distributed_type MEGATRON_LM: give Megatron-LM's own arguments"),
+        ("x.yaml", "mixed_precision: bf16", "? [a, b]\n: 1", "x.yaml:5: a key is a list; valid: a word or a number"),
+        ("x.yaml", "mixed_precision: bf16", "{a: 1}: 2", "x.yaml:5: a key is a mapping; valid: a word or a number"),
+        ("x.yaml", "fsdp_config:\n", "fsdp_config:\n  []: 2\n", "x.yaml:3: a key is a list; valid: a word"),
+        ("x.yaml", "mixed_precision: bf16", "<<: [{a: 1}, {{}: 2}]", "x.yaml:5: a key is a mapping; valid: a word"),
         ("x.json", '"stage": 3', '"stage": 4', "zero_optimization.stage 4: valid: 0, 1, 2, 3"),
         ("x.json", '"stage": 3', '"stage": 3, "stag', "x.json:1: "),
         ("x.json", '"stage": 3', '"stage": "three"', "'three' is not a number"),

@@ -54,6 +54,13 @@ def test_a_flavor_has_the_parameters_of_the_model_of_torchtitan(name: str) -> No
         ("torchft/qwen3_5/config_registry.py", ".", "4B", "qwen3_5"),
         ("file.py", "torchtitan.models.gpt_oss", "20B", "gpt_oss"),
         ("llama3/config_registry.py", "torchtitan.models.qwen3", "8B", "qwen3"),
+        ("llama3/config_registry.py", "torchtitan.models.qwen3.registry", "8B", "qwen3"),
+        ("llama3/config_registry.py", ".registry", "8B", "llama3"),
+        ("llama3/config_registry.py", ".registry.flavors", "8B", "llama3"),
+        ("llama3/config_registry.py", "..qwen3", "8B", "qwen3"),
+        ("llama3/config_registry.py", "..qwen3.registry", "8B", "qwen3"),
+        ("llama3/configs/config_registry.py", "..", "8B", "llama3"),
+        ("llama3/configs/config_registry.py", "..registry", "8B", "llama3"),
     ],
 )
 def test_the_module_names_the_model(tmp_path: Path, path: str, module: str, flavor: str, name: str) -> None:
@@ -61,6 +68,18 @@ def test_the_module_names_the_model(tmp_path: Path, path: str, module: str, flav
     assert run.described.model == FLAVORS[name][flavor.lower()]
     assert not any("names none" in each for each in run.assumed)
     assert any("its vision encoder is not" in each for each in run.assumed) == (name == "qwen3_5")
+
+
+@pytest.mark.parametrize(("level", "folder"), [(".", "llama3"), ("..", "llama3/configs")])
+def test_a_module_that_is_imported_from_a_relative_package_names_the_model(
+    tmp_path: Path, level: str, folder: str
+) -> None:
+    text = ONE.format(module="x", flavor="8B").replace("from x import model_registry", f"from {level} import registry")
+    path = tmp_path / folder / "config_registry.py"
+    path.parent.mkdir(parents=True)
+    run = read(path.parent, {path.name: text.replace("=model_reg", "=registry.model_reg")}, world=8)
+    assert run.described.model == FLAVORS["llama3"]["8b"]
+    assert not run.assumed
 
 
 def test_a_name_that_the_file_does_not_state_is_an_assumption(tmp_path: Path) -> None:
@@ -122,6 +141,105 @@ def test_other_forms_of_the_same_configuration_have_the_same_values(tmp_path: Pa
     assert run.described.micro_batch == 1
 
 
+COMPUTED = {
+    "min(8192, 4096)": 4096,
+    "max(2 * 1024, LENGTH, 512)": 4096,
+    "int(LENGTH / 2)": 2048,
+    "int(8192)": 8192,
+    'int(os.environ["SEQ"])': None,
+    "get_len()": None,
+    "get_len(8192)": None,
+    "lengths.get_len(8192)": None,
+    'os.environ.get("SEQ", 8192)': None,
+    "min(8192, get_len())": None,
+    "min(LENGTH)": None,
+    "max([1, 2], key=abs)": None,
+    "int(8192, 10)": None,
+    "replace(8192)": None,
+    "int(-4096) * -1": 4096,
+}
+"""An expression -> its number, or None for a number that only a run has."""
+
+
+@pytest.mark.parametrize("expression", COMPUTED)
+def test_a_call_is_computed_or_its_value_is_unknown(tmp_path: Path, expression: str) -> None:
+    name, number = f"{expression.partition('(')[0]}(", COMPUTED[expression]
+    text = ONE.format(module="torchtitan.models.llama3", flavor="8B").replace(
+        "batch_size=1", f"batch_size=1, seq_len={expression}"
+    )
+    text = f"LENGTH = 4096\n{text}"
+    if number is None:
+        with pytest.raises(InputError, match=rf"x\.py:4: training\.seq_len: its value is unknown: .*{re.escape(name)}"):
+            read(tmp_path, {"x.py": text}, world=8)
+    else:
+        assert read(tmp_path, {"x.py": text}, world=8).described.seq_len == number
+
+
+@pytest.mark.parametrize("option", ["optimizer", "activation_checkpoint"])
+def test_the_arguments_of_a_function_that_names_a_kind_are_no_kind(tmp_path: Path, option: str) -> None:
+    run = read_one(tmp_path / "llama3/config_registry.py", old="training=", new=f"{option}=muon('adamw'), training=")
+    assert {each.value for each in run.records if each.option == option} == {"muon"}
+
+
+PASSED = """\
+from torchtitan.models.llama3 import model_registry
+from lengths import UNKNOWN
+BASE = dict(local_batch_size=2, seq_len=4096)
+PAIR = [2, 4096]
+def plain(batch=8, seq=2048, *, more=1): return T(local_batch_size=batch, seq_len=seq, global_batch_size=64 * more)
+def keys(batch=8, seq=2048, **given): return T(local_batch_size=batch, seq_len=seq, **given)
+def rest(batch, *sizes): return T(local_batch_size=batch, seq_len=2048, converters=sizes)
+def train(): return Trainer.Config(model_spec=model_registry("8B"), training={call})
+"""
+GIVEN: dict[str, tuple[int, int] | str] = {
+    "T(**dict(BASE, seq_len=8192))": (2, 8192),
+    "T(**dict(BASE))": (2, 4096),
+    "T(**dict(dict(BASE, local_batch_size=4), **{'seq_len': 1024}))": (4, 1024),
+    "dict(BASE, seq_len=8192)": (2, 8192),
+    "plain(*PAIR)": (2, 4096),
+    "plain(1, *[1024])": (1, 1024),
+    "keys(3, seq=1024)": (3, 1024),
+    "plain(2, 4096, **{'more': 2})": (2, 4096),
+    "T(**dict(UNKNOWN, local_batch_size=2, seq_len=4096))": "write the values of training.",
+    "T(**dict(UNKNOWN))": "write the values of training.",
+    "T(**dict(*UNKNOWN))": "write the values of training.",
+    "dict([('seq_len', 4096)])": "write the values of training.",
+    "T(UNKNOWN)": "write the values of training.",
+    "T(1024, UNKNOWN)": "it is a section",
+    "T(lengths(1024))": "write the values of training.",
+    "T(*UNKNOWN)": "write the values of training.",
+    "plain(**UNKNOWN)": "training.local_batch_size",
+    "plain(2, **UNKNOWN)": "training.seq_len",
+    "plain(2, 4096, **UNKNOWN)": "training.global_batch_size",
+    "plain(seq=4096, **UNKNOWN)": "training.local_batch_size",
+    "plain(*UNKNOWN)": "training.local_batch_size",
+    "plain(2, *UNKNOWN)": "training.seq_len",
+    "plain(*[2, *UNKNOWN])": "training.local_batch_size",
+    "keys(**UNKNOWN)": "training.local_batch_size",
+    "keys(2, **UNKNOWN)": "training.seq_len",
+    "keys(2, 4096, **UNKNOWN)": "write the values of training.",
+    "keys(2, *UNKNOWN)": "training.seq_len",
+    "rest(*UNKNOWN)": "training.local_batch_size",
+    "rest(2, *UNKNOWN)": (2, 2048),
+}
+"""A call -> local_batch_size and seq_len, or the problem of a value that only a run has."""
+
+
+@pytest.mark.parametrize("call", GIVEN)
+def test_arguments_that_a_call_may_give_are_unknown_and_the_others_are_known(tmp_path: Path, call: str) -> None:
+    text, expected = PASSED.format(call=call), GIVEN[call]
+    if isinstance(expected, tuple):
+        described = read(tmp_path, {"x.py": text}, ":train", world=8).described
+        assert (described.micro_batch, described.seq_len) == expected
+        return
+    with pytest.raises(InputError) as error:
+        read(tmp_path, {"x.py": text}, ":train", world=8)
+    known = {"plain(2": "local_batch_size", "keys(2": "local_batch_size", "plain(seq": "seq_len"}
+    problems = "\n".join(error.value.problems)
+    assert expected in problems
+    assert not any(call.startswith(start) and name in problems for start, name in known.items())
+
+
 REFUSED = [
     (
         "llama3/config_registry.py",
@@ -146,7 +264,7 @@ REFUSED = [
             "parallelism=P(pipeline_parallel_degree=8, pipeline_parallel_schedule='Interleaved1F1B', "
             "pipeline_parallel_layers_per_stage=9), training=",
         ),
-        "32 layers make one stage for each of 8 ranks, and Interleaved1F1B needs 2 or more; valid: 2 or fewer",
+        "32 layers make one stage for each of 8 ranks, and Interleaved1F1B needs 2 or more; valid: 3 or fewer",
     ),
     ("x.py", ("", ""), "x.py:3: model_spec 8B: the file does not name the model of this flavor"),
     ("flux/config_registry.py", ("", ""), "the sizes of flux 8B are not known here (known models: llama3,"),
@@ -167,6 +285,46 @@ REFUSED = [
         ":3: trainer.training.seq_len 8: reinforcement learning",
     ),
 ]
+
+
+@pytest.mark.parametrize(
+    ("section", "read_here"),
+    [
+        *(("parallelism", True), ("training", True), ("compile", True), ("model_spec", True), ("hf_model", True)),
+        *(("checkpoint", False), ("metrics", False), ("loss", False), ("of_a_later_version", False)),
+    ],
+)
+@pytest.mark.parametrize("made", ["make()", "make(2, a=1)", "other.make()"])
+def test_a_section_that_another_file_makes_is_refused_if_options_of_it_are_read(
+    tmp_path: Path, section: str, read_here: bool, made: str
+) -> None:
+    text = ONE.format(module="torchtitan.models.llama3", flavor="8B")
+    text = re.sub(rf"{section}=\w+\([^)]*\)", "", text).replace("Config(, ", "Config(")
+    text = text.replace("Trainer.Config(", f"Trainer.Config({section}={made}, ")
+    note = f"x.py:3: {section} = {made.partition('(')[0]}(...) of another file is not evaluated"
+    if read_here:
+        with pytest.raises(InputError, match=rf"{re.escape(note)}; write the values of {section}\."):
+            read(tmp_path, {"x.py": text}, world=8)
+    else:
+        run = read(tmp_path, {"x.py": text}, world=8)
+        assert [each for each in run.skipped if each.endswith(note)]
+        assert run.described.micro_batch == 1
+
+
+@pytest.mark.parametrize(("pp", "bound"), [(2, 15), (4, 7), (8, 3), (31, 1), (32, 0), (64, 0)])
+def test_layers_for_each_stage_are_valid_up_to_the_bound_that_the_error_states(
+    tmp_path: Path, pp: int, bound: int
+) -> None:
+    options = f"pipeline_parallel_degree={pp}, pipeline_parallel_schedule='Interleaved1F1B'"
+    text = ONE.format(module="torchtitan.models.llama3", flavor="8B").replace(
+        "training=", f"parallelism=P({options}, pipeline_parallel_layers_per_stage=LAYERS), training="
+    )
+    if bound:
+        described = read(tmp_path, {"x.py": text.replace("LAYERS", str(bound))}, world=pp).described
+        assert described.layout.virtual_stages >= 2
+    said = f"valid: {bound} or fewer" if bound else f"the model has too few layers for pipeline_parallel_degree {pp}"
+    with pytest.raises(InputError, match=f"and Interleaved1F1B needs 2 or more; {said}$"):
+        read(tmp_path, {"x.py": text.replace("LAYERS", str(bound + 1))}, world=pp)
 
 
 @pytest.mark.parametrize(("path", "change", "said"), REFUSED)

@@ -96,6 +96,9 @@ def _merged(node: yaml.MappingNode, path: Path, depth: int) -> dict[str, tuple[y
     result: dict[str, tuple[yaml.Node, yaml.Node]] = {}
     own: dict[str, tuple[yaml.Node, yaml.Node]] = {}
     for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            kind = "list" if isinstance(key, yaml.SequenceNode) else "mapping"
+            raise InputError(f"{path}:{key.start_mark.line + 1}: a key is a {kind}; valid: a word or a number")
         if key.value in own:
             first, again = (each.start_mark.line + 1 for each in (own[key.value][0], key))
             raise InputError(f"{path}:{again}: {key.value} is stated twice; line {first} has it too: leave one out")

@@ -23,6 +23,8 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
 }
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {"min": min, "max": max, "int": int}
+"""Functions of Python that are computed, of numbers."""
 _LARGEST = 1e18
 """Bound of the numbers in arithmetic."""
 _DECLARATIONS = (ast.Expr, ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assert, ast.Pass)
@@ -73,9 +75,11 @@ def python_settings(path: Path, function: str | None, kinds: Collection[str] = (
     `Trainer.Config(parallelism=ParallelismConfig(...))`, or of the module's assignments. Raises InputError with the
     line.
 
-    A keyword is a setting `section.name`; a first argument of a call is the value of its name. `kinds`: sections whose
-    value is the name of the class or function that is called, such as `FullAC` of `FullAC.Config()`. A call
-    `model_registry(...)` also has the setting `NAME.module`, the module that the function is imported from.
+    A keyword is a setting `section.name`; a first argument of a class or of `model_registry` is the value of its name,
+    and the value of another function is unknown. `kinds`: sections whose value is the name of the class or function
+    that is called, such as `FullAC` of `FullAC.Config()`. A call `model_registry(...)` also has the setting
+    `NAME.module`, the module that the function is imported from. A setting `NAME.**`, of an unknown value, stands for
+    the options that a call or a dictionary which is not evaluated may have.
     """
     text = text_of(path)
     try:
@@ -95,10 +99,10 @@ class _PythonFile:
         self.path, self.module, self.kinds = path, module, kinds
         self.functions = {each.name: each for each in module.body if isinstance(each, ast.FunctionDef)}
         self.imported = {
-            name.asname or name.name: f"{source}{name.name}"
+            name.asname or name.name: (source, name.name)
             for each in ast.walk(module)
             if isinstance(each, ast.Import | ast.ImportFrom)
-            for source in [f"{'.' * each.level}{each.module or ''}." if isinstance(each, ast.ImportFrom) else ""]
+            for source in [f"{'.' * each.level}{each.module or ''}" if isinstance(each, ast.ImportFrom) else ""]
             for name in each.names
         }
         self.constants: dict[str, Any] = {}
@@ -142,9 +146,9 @@ class _PythonFile:
     def _module(self, function: str) -> str:
         """Return the module of a function that is imported, or that is an attribute of an imported module."""
         if function in self.imported:
-            return self.imported[function].rpartition(".")[0]
-        holder = function.rpartition(".")[0]
-        return self.imported.get(holder, "")
+            return self.imported[function][0]
+        source, name = self.imported.get(function.rpartition(".")[0], ("", ""))
+        return f"{source}{'.' if source.strip('.') else ''}{name}"
 
     def _constants(self) -> dict[str, Any]:
         """Return the names that the module assigns. A name that another statement of the module may assign, such as a
@@ -235,7 +239,8 @@ class _PythonFile:
         if isinstance(node, ast.Constant):
             return node.value
         if isinstance(node, ast.List | ast.Tuple):
-            return [_plain(self._value(each, scope, depth)) for each in node.elts]
+            elements, unknown = self._elements(node.elts, scope, depth)
+            return [_plain(each) for each in elements] if unknown is None else _Unknown(ast.unparse(node))
         if isinstance(node, ast.Dict):
             keys = [each.value for each in node.keys if isinstance(each, ast.Constant)]
             if len(keys) < len(node.keys):
@@ -266,13 +271,45 @@ class _PythonFile:
         name = ast.unparse(node.func)
         if function := self.functions.get(name):
             return self._run(function, self._bound(function, node, scope, depth), depth)
-        arguments = [self._value(each, scope, depth) for each in node.args]
+        arguments, unknown = self._elements(node.args, scope, depth)
         keywords = self._keywords(node, scope, depth)
+        if name == "dict":
+            name, pairs = "", _plain(arguments[0]) if arguments else unknown
+            if isinstance(pairs, PythonCall) and not pairs.function:
+                keywords = pairs.keywords | keywords
+            elif pairs is not None:
+                keywords = {"**": _Placed(_Unknown(ast.unparse(node)), self._where(node))} | keywords
+            arguments = []
+        elif unknown is not None:
+            keywords["**"] = unknown
+        numbers = [value for each in arguments if _is_number(value := _plain(each))]
+        own = name in _FUNCTIONS and name not in self.imported
+        if own and not keywords and len(numbers) == len(arguments) >= 1 + (name != "int"):
+            try:
+                return _FUNCTIONS[name](*numbers)
+            except TypeError:
+                pass
         if name in (*_COPIES, *_DEEP_COPIES) and arguments and isinstance(base := _plain(arguments[0]), PythonCall):
             result = deepcopy(base) if name in _DEEP_COPIES else replace(base, keywords=dict(base.keywords))
             result.keywords |= keywords
             return result
-        return PythonCall("" if name == "dict" else name, self._where(node), arguments, keywords, self._module(name))
+        return PythonCall(name, self._where(node), arguments, keywords, self._module(name))
+
+    def _elements(self, nodes: list[ast.expr], scope: dict[str, Any], depth: int) -> tuple[list[Any], _Placed | None]:
+        """Return the values of arguments or of a list's elements, with the elements of `*name` where the file has them;
+        and the first `*name` that is unknown, or None. The values end at it."""
+        result: list[Any] = []
+        for each in nodes:
+            value = self._value(each.value if isinstance(each, ast.Starred) else each, scope, depth)
+            if not isinstance(each, ast.Starred):
+                result.append(value)
+            elif isinstance(parts := _plain(value), list):
+                if len(result) + len(parts) > MOST_SETTINGS:
+                    raise InputError(f"{self._where(each)}: more than {MOST_SETTINGS:,} values in a list")
+                result += parts
+            else:
+                return result, _Placed(_Unknown(ast.unparse(each)), self._where(each))
+        return result, None
 
     def _placed_value(self, node: ast.expr, scope: dict[str, Any], depth: int) -> _Placed:
         return _placed(self._value(node, scope, depth), self._where(node))
@@ -292,24 +329,31 @@ class _PythonFile:
         return result
 
     def _bound(self, function: ast.FunctionDef, node: ast.Call, scope: dict[str, Any], depth: int) -> dict[str, Any]:
-        """Return the arguments of a call by the names of the function's parameters."""
+        """Return the arguments of a call by the names of the function's parameters. A parameter that an unknown `*name`
+        or `**name` may give is unknown, unless it is also given by position or by name."""
         arguments = function.args
         positional = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
         names = [*positional, *(each.arg for each in arguments.kwonlyargs)]
+        given, unknown = self._elements(node.args, scope, depth)
+        keywords = self._keywords(node, scope, depth)
         bound: dict[str, Any] = dict.fromkeys(names, _Unknown("an argument"))
         for name, default in zip(positional[::-1], arguments.defaults[::-1], strict=False):
             bound[name] = self._value(default, {}, depth)
-        for each, given in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-            if given is not None:
-                bound[each.arg] = self._value(given, {}, depth)
-        bound |= dict(zip(positional, (self._value(each, scope, depth) for each in node.args), strict=False))
-        keywords = self._keywords(node, scope, depth)
-        if "**" in keywords and arguments.kwarg is None:
-            bound |= {each: keywords["**"] for each in names}  # any of them may be among its keys
+        for each, stated in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+            if stated is not None:
+                bound[each.arg] = self._value(stated, {}, depth)
+        if unknown is not None:
+            bound |= dict.fromkeys(positional, unknown)
+        if "**" in keywords:
+            bound |= dict.fromkeys(names, keywords["**"])
+        bound |= dict(zip(positional, given, strict=False))
+        bound |= {name: value for name, value in keywords.items() if name in names}
+        if arguments.vararg is not None:
+            bound[arguments.vararg.arg] = [*map(_plain, given[len(positional) :])] if unknown is None else unknown
         if arguments.kwarg is not None:
             rest = {name: value for name, value in keywords.items() if name not in names}
             bound[arguments.kwarg.arg] = PythonCall("", self._where(node), keywords=rest)
-        return bound | keywords
+        return bound
 
     def _of_root(self, name: str, value: Any) -> Iterator[Setting]:
         """Yield the settings of the configuration itself, whose keywords are the sections."""
@@ -328,18 +372,26 @@ class _PythonFile:
         if isinstance(value, _Unknown):
             yield Setting(name, "", where, f"{where}: {value.text[:60]} would have to be executed")
         elif isinstance(value, PythonCall):
+            registers, computed = value.function.endswith("model_registry"), _is_function(value.function)
             first = next((_plain(each) for each in value.arguments), None)
-            registers = value.function.endswith("model_registry")
             if registers and first is None:
                 first = _plain(value.keywords.get("flavor"))
             if registers and isinstance(first, _Unknown):
                 yield Setting(name, "", value.where, f"{value.where}: {first.text[:60]} would have to be executed")
-            elif isinstance(first, str | int | float):
+            elif computed and not registers and "." in name:
+                yield Setting(name, "", where, f"{where}: {value.function[:60]}(...) would have to be executed")
+                return
+            elif isinstance(first, str | int | float) and (registers or not computed):
                 yield Setting(name, first, value.where)
             elif name in self.kinds:
                 yield Setting(name, value.function.removesuffix(".Config"), value.where)
-            elif "." not in name and _is_function(value.function) and not registers:
-                self.skipped.append(f"{value.where}: {name} = {value.function}(...) of another file is not evaluated")
+            elif computed and not registers:
+                text = f"{value.where}: {name} = {value.function}(...) of another file is not evaluated"
+                self.skipped.append(text)
+                yield Setting(f"{name}.**", "", value.where, text)
+            elif any(isinstance(_plain(each), _Unknown | PythonCall) for each in value.arguments):
+                text = f"{value.where}: the arguments by position of {value.function[:60]} would have to be executed"
+                yield Setting(f"{name}.**", "", value.where, text)
             if registers:
                 yield Setting(f"{name}.module", value.module, value.where)
             for key, inner in value.keywords.items():

@@ -145,7 +145,7 @@ class Values:
         """Add a problem of an option's value."""
         setting = self.settings.get(name)
         where = setting.where if setting else self.source
-        stated = "" if setting is None or setting.value is True else f" {shown(setting.value)}"
+        stated = "" if setting is None or setting.value is True or setting.unknown else f" {shown(setting.value)}"
         self.problems.append(f"{where}: {self.spelled(name)}{stated}: {text}")
 
 

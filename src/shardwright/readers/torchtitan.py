@@ -172,8 +172,9 @@ def describe(values: Values) -> DescribedRun:
         raise InputError(*values.problems)
     used = {row.name for row in OPTIONS.values() if row.fate == READ}
     for name, setting in values.settings.items():
-        if name.endswith("**") and any(each.startswith(name[:-2]) for each in used):
-            values.problems.append(f"{setting.unknown}; write the values of {name[:-2] or 'the configuration'}")
+        section = name.removesuffix("**")
+        if name.endswith("**") and any(f"{each}.".startswith(section) for each in used):
+            values.problems.append(f"{setting.unknown}; write the values of {section or 'the configuration'}")
     model, world = model_of(values), values.world_size
     if world is None:
         values.problems.append(f"{values.source}: torchrun sets the number of ranks; give --cluster, such as h100:64")
@@ -289,9 +290,11 @@ def _pipeline(values: Values, pp: int, model: ModelSpec) -> dict[str, Any]:
         return {"pp_schedule": schedule}
     stages = -(-model.n_layers // (layers * pp)) if layers else 2
     if stages < 2:
+        most = (model.n_layers - 1) // pp
+        few = f"the model has too few layers for pipeline_parallel_degree {pp}"
         values.problems.append(
             f"{values.source}: pipeline_parallel_layers_per_stage {layers}: {model.n_layers} layers make one stage for "
-            f"each of {pp} ranks, and {name} needs 2 or more; valid: {model.n_layers // (2 * pp)} or fewer"
+            f"each of {pp} ranks, and {name} needs 2 or more; {f'valid: {most} or fewer' if most > 0 else few}"
         )
     return {"pp_schedule": schedule, "virtual_stages": max(stages, 2)}
 

@@ -140,17 +140,13 @@ def model_of(values: Values) -> ModelSpec:
 
 
 def _model_name(values: Values) -> str | None:
-    """Return the name of the model, or None: as stated, or the module that registers it, or the longest known name in
-    the path of the file; for TOML also the system's default."""
+    """Return the name of the model, or None: as stated, or of the package of the module that registers it, or the
+    longest known name in the path of the file; for TOML also the system's default."""
     if values.given("model.name"):
         return str(values["model.name"])
     module = str(values["model_spec.module"] or "")
-    packages = [each for each in module.split(".") if each not in ("", "config_registry")]
-    if packages:
-        return packages[-1]
-    file = Path(values.source).absolute()
-    if module and file.name == "config_registry.py":  # it imports from its own folder, a package of torchtitan.models
-        return file.parent.name
+    if (name := _package(module, Path(values.source).absolute())) is not None:
+        return name
     name = next((each for each in sorted(FLAVORS, key=len, reverse=True) if each in values.source.lower()), None)
     if name is not None:
         values.assumed.append(f"the model is {name}, the name in the path of the file: the file names none")
@@ -158,3 +154,17 @@ def _model_name(values: Values) -> str | None:
         name = str(values["model.name"])
         values.assumed.append(f"the model is {name}, torchtitan's default: the file names none")
     return name
+
+
+def _package(module: str, file: Path) -> str | None:
+    """Return the name of the model's package, or None. A relative module is in the folder of the file, which is a
+    package of torchtitan.models if the file is its config_registry.py."""
+    packages = [each for each in module.split(".") if each not in ("", "config_registry")]
+    levels = len(module) - len(module.lstrip("."))
+    if known := [each for each in packages if each in FLAVORS]:
+        return known[-1]
+    if packages and not levels:
+        return packages[-1]
+    if module and file.name == "config_registry.py":
+        return file.parents[min(max(levels, 1), len(file.parents)) - 1].name
+    return None
