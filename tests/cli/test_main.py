@@ -7,16 +7,17 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from shardwright.cli.common import verb
+from shardwright.cli.common import filled, verb
 from shardwright.cli.main import app
 from shardwright.system import signals
 from shardwright.system.files import new_folder
@@ -192,3 +193,20 @@ def test_the_shell_completes_verbs_and_options(words: str, offered: str):
     asked = {"_SHARDWRIGHT_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     result = subprocess.run([sys.executable, "-c", code], env=os.environ | asked, capture_output=True, text=True)
     assert result.stdout.split() == [offered]
+
+
+@dataclass(frozen=True)
+class Asked:
+    model: str
+    steps: int = 3
+    device: str = "auto"
+
+
+def test_a_field_of_a_request_without_its_option_is_an_error():
+    options = SimpleNamespace(model="debug", device="cpu", json=True)
+    assert filled(Asked, options, steps=5) == Asked("debug", 5, "cpu")
+    assert filled(Asked, options, ("steps",)) == Asked("debug", 3, "cpu")
+    with pytest.raises(AssertionError, match=r"fields without an option \['steps'\], not \[\]"):
+        filled(Asked, options)
+    with pytest.raises(AssertionError, match=r"without an option \['steps'\], not \['device', 'steps'\]"):
+        filled(Asked, options, ("steps", "device"))

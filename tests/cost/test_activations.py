@@ -7,6 +7,7 @@ import csv
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -216,6 +217,10 @@ def test_scores_with_a_soft_cap_are_in_memory_where_no_kernel_caps_them():
                 of_type = replace(job(spec, SHARDWRIGHT, seq_len), precision=precision)
                 activations.layer(of_type, one(2, tp=2), replace(block, window=0))
             assert [entry.value for entry in entries if entry.what == "capped scores"] == in_memory_bytes
+    usp = Layout(cp=4, cp_method="usp", ulysses_degree=2)
+    both = replace(one(), shared=usp).take(np.zeros(3, dtype=int))
+    both = replace(both, cp=np.array([4, 2, 4]))  # rings of 2, 1 and 2 ranks
+    assert job(spec, SHARDWRIGHT, seq_len).caps_in_memory(both).tolist() == [1, 0, 1]
     windowed = next(block for block in blocks(spec) if block.window)
     with ledger.record() as entries:
         activations.layer(job(spec, SHARDWRIGHT, 8 * seq_len), one(cp=2), windowed)

@@ -90,6 +90,16 @@ def test_a_magnitude_that_does_not_fit_is_refused(magnitude: int | None, dora: b
         open_weights(folder)
 
 
+def test_settings_that_are_null_are_false_as_in_peft(tmp_path: Path):
+    folder = saved(tmp_path / "hf", FAMILIES["llama"])
+    module, name = NAMES["llama"]
+    base = open_weights(folder)
+    shape = base.shapes[name]
+    a_RD, b_FR = with_adapter(folder, module, shape, use_rslora=None, use_dora=None)
+    expected = base.read(name, (0, 0), shape) + ALPHA / RANK * b_FR @ a_RD
+    torch.testing.assert_close(open_weights(folder).read(name, (0, 0), shape), expected)
+
+
 @pytest.mark.parametrize("family", NAMES)
 def test_weights_are_those_that_peft_merges(family: str, tmp_path: Path):
     peft = pytest.importorskip("peft")

@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
+from typer.testing import CliRunner
 
+from shardwright.cli.main import app
 from shardwright.hugging_face.architecture import architecture_of
 from shardwright.hugging_face.peft import adapter_files
 from shardwright.model.lora_sizes import LoraSpec
@@ -195,6 +197,32 @@ def test_adapters_that_no_run_can_have_are_refused(keys: dict[str, Any], said: s
     base = saved(tmp_path / "base", FAMILIES["llama"])
     with pytest.raises(InputError, match=said):
         import_adapter(adapter(tmp_path / "given", base, "llama", **keys), base, tmp_path / "start")
+
+
+def test_an_adapter_that_train_refuses_is_refused(tmp_path: Path):
+    base = saved(tmp_path / "base", FAMILIES["mixtral"])
+    given = adapter(tmp_path / "given", base, "mixtral", use_dora=True)
+    with pytest.raises(CheckpointError, match=r"merge_and_unload of peft: lora\.dora=true with an adapter of"):
+        import_adapter(given, base, tmp_path / "start")
+    assert not (tmp_path / "start").exists()
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_the_json_of_import_has_the_keys_of_lora_and_what_is_left_out(dora: bool, tmp_path: Path):
+    base = saved(tmp_path / "base", FAMILIES["llama"])
+    given = adapter(tmp_path / "given", base, "llama", use_dora=dora, use_rslora=None, lora_dropout=0.1)
+    said = CliRunner().invoke(
+        app, ["import", str(given), "--base", str(base), "--out", str(tmp_path / "start"), "--json"]
+    )
+    assert said.exit_code == 0, said.output
+    answer = json.loads(said.stdout)
+    lora = {key: answer[key] for key in ("rank", "alpha", "targets", "dropout", "rslora", "dora")}
+    assert lora == {
+        "rank": RANK, "alpha": ALPHA, "targets": ["attention.o", "attention.q", "ffn.down"],
+        "dropout": 0.0 if dora else 0.1, "rslora": False, "dora": dora,
+    }  # fmt: skip
+    left_out = {"lora_dropout=0.1": "dropout of adapters with DoRA is not supported"}
+    assert answer["left_out"] == (left_out if dora else {})
 
 
 def test_adapters_of_some_layers_or_of_several_ranks_are_refused(tmp_path: Path):

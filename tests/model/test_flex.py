@@ -1,9 +1,13 @@
 """Proves the rules that FlexAttention computes, on its reference implementation, and the tables of its kernels."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch.nn.attention import flex_attention as pytorch
+from torch.nn.attention.flex_attention import BlockMask
 
 from shardwright.model import flex
 from shardwright.model.documents import Documents
@@ -25,7 +29,6 @@ def outputs_and_gradients_are_those_of_attention_in_pieces(window: int = 6, chun
     """PyTorch refuses gradients on CPUs, since its kernels there have none; its formulas have."""
     generator = torch.Generator().manual_seed(window)
     rule = AttentionRule(window, SOFTCAP, chunked=chunked)
-    flex.kept_mask.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pytorch, "_validate_device", lambda *_: None)
         for lengths in LENGTHS:
@@ -42,6 +45,34 @@ def outputs_and_gradients_are_those_of_attention_in_pieces(window: int = 6, chun
             ]
             for result, expected in zip(*results, strict=True):
                 torch.testing.assert_close(result, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.fixture(autouse=True)
+def no_kept_masks() -> Iterator[None]:
+    flex.kept_mask.cache_clear()
+    yield
+    flex.kept_mask.cache_clear()
+
+
+def test_a_mask_is_made_once_and_can_be_saved_for_gradients_after_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, used = [], []
+
+    def kernel(q: torch.Tensor, *_: torch.Tensor, block_mask: BlockMask, **options: Any) -> torch.Tensor:
+        used.append(block_mask)
+        return q
+
+    block_mask = flex.block_mask
+    monkeypatch.setattr(flex, "block_mask", lambda *given: made.append(given) or block_mask(*given))
+    for lengths in ((10, 19), (1, 28)), ((9, 20), (1, 28)):
+        for dtype in (torch.float32, torch.bfloat16):
+            with torch.inference_mode(dtype == torch.float32):
+                x = torch.randn(B, T, H, C, dtype=dtype)
+                flex.attend(x, x, x, Documents(lengths), SOFTCAP, kernel=kernel)
+    assert [lengths for lengths, *_ in made] == [(10, 19, 1, 28), (9, 20, 1, 28)]
+    assert flex.kept_mask.cache_info()[:2] == (2, 2)
+    assert used[0] is used[1]
+    assert used[2] is used[3] is not used[0]
+    assert not used[0].kv_indices.is_inference()
 
 
 @pytest.mark.parametrize("lengths", [(700,), (128, 128, 256), (1, 130, 5, 300, 77)], ids=str)

@@ -7,10 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwright.layout.layout import Layout
+from shardwright.parallel import apply as applied
 from shardwright.parallel.point_to_point import MessageChannel, TensorMessage, begun, start, waited_for
 from tests.distributed import run_ranks
 from tests.marks import prove
 from tests.mutation import Mutation, mutated
+from tests.training.worlds import build
 
 THERE, BACK = MessageChannel("cp", 1, 0, 1), MessageChannel("cp", 1, 1, 0)
 
@@ -59,6 +62,20 @@ def check(mutations: tuple[Mutation, ...] = ()) -> None:
 
 def test_a_rank_knows_what_it_waits_for_and_what_it_has_begun():
     check()
+
+
+def connected_at(layout: Layout) -> list[tuple[int, ...]]:
+    """The ranks of the groups that `apply` connects on the calling rank."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(applied, "connect", lambda group: found.append(tuple(dist.get_process_group_ranks(group))))
+        build(layout, torch.float32)
+    return found
+
+
+def test_a_ring_is_connected_by_all_of_its_ranks_before_its_first_message():
+    layout = Layout(cp=4, cp_method="usp", ulysses_degree=2)
+    assert run_ranks(connected_at, 4, layout) == [[(0, 2)], [(1, 3)], [(0, 2)], [(1, 3)]]
 
 
 BUGS = {

@@ -1,4 +1,5 @@
-"""What the C library keeps of freed tensors on a CPU: blocks below the size from which they are mapped alone."""
+"""What the C library keeps of freed tensors on a CPU: blocks below the size from which they are mapped alone; and what
+the header of a run says of its attention."""
 
 import gc
 import sys
@@ -6,10 +7,11 @@ import sys
 import pytest
 import torch
 
+from shardwright.config import load
 from shardwright.cost.pools import MAPPED_BYTES
 from shardwright.measuring.steps import resident_bytes
 from shardwright.system.units import MiB
-from shardwright.training.device import configure_malloc
+from shardwright.training.device import attention_kernels, configure_malloc
 from tests.distributed import run_ranks
 
 
@@ -33,3 +35,16 @@ def test_large_blocks_go_back_to_the_kernel_and_small_ones_stay():
         assert alive == pytest.approx(128 * MiB, rel=0.1)
     assert large[1] < 4 * MiB
     assert small[1] > 120 * MiB
+
+
+@pytest.mark.parametrize(
+    ("cp", "method", "in_kernel"), [(2, "ulysses", True), (2, "usp", True), (4, "usp", False), (2, "zigzag", False)]
+)
+def test_a_soft_cap_is_in_a_kernel_where_no_ring_merges_keys(cp: int, method: str, in_kernel: bool):
+    layout = f"layout={{cp = {cp}, cp_method = '{method}'{', ulysses_degree = 2' if method == 'usp' else ''}}}"
+    config = load(
+        "examples/debug.toml", [layout, "model.attention_softcap=50.0", "device='cuda'", "precision.compute='bf16'"]
+    )
+    said = attention_kernels(config, torch.device("cuda"))
+    assert said is not None
+    assert said.endswith("FlexAttention" if in_kernel else "keys of other ranks of cp are merged step by step")

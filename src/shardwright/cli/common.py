@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Annotated, Any, TypeVar, cast
@@ -368,10 +368,14 @@ def print_answer(as_json: bool, data: Any, *lines: str) -> None:
         print_text(line)
 
 
-def filled(kind: Callable[..., T], options: object, **more: Any) -> T:
-    """Return an instance of the dataclass `kind` whose fields are the options of the same names and `more`."""
+def filled(kind: Callable[..., T], options: object, at_default: Collection[str] = (), **more: Any) -> T:
+    """Return an instance of the dataclass `kind` whose fields are the options of the same names and `more`.
+    `at_default`: the other fields, which keep their defaults. A field in none of these is a bug: its option may have
+    been renamed."""
     names = {each.name for each in dataclasses.fields(cast(Any, kind))} - more.keys()
-    return kind(**{name: getattr(options, name) for name in names if hasattr(options, name)}, **more)
+    without = {name for name in names if not hasattr(options, name)}
+    assert without == set(at_default), f"fields without an option {sorted(without)}, not {sorted(at_default)}"
+    return kind(**{name: getattr(options, name) for name in names - without}, **more)
 
 
 def print_json(answer: Any) -> None:

@@ -59,7 +59,8 @@ def _adapter(source: str, base: Path, out: Path, json: bool) -> None:
     keys += "".join(f" --set lora.{key}=true" for key in ("rslora", "dora") if getattr(lora, key))
     print_answer(
         json,
-        {"out": str(out), "base": str(base), "rank": lora.rank, "parameters": n},
+        {"out": str(out), "base": str(base), "parameters": n, "left_out": given.left_out}
+        | {key: getattr(lora, key) for key in ("rank", "alpha", "targets", "dropout", "rslora", "dora")},
         f"adapters of rank {lora.rank}, {format_count(n)} parameters, for {base} -> {out}",
         *(f"left out: {line}" for line in by_reason(given.left_out)),
         f"  shardwright train RUN.toml --set model.from={base} --set init.weights={out} --set {keys}",

@@ -97,7 +97,7 @@ def _name(out: str) -> str:
 def _job(options: LaunchOptions, config: "RunConfig", world_size: int) -> LaunchJob:
     name, nodes = options.name or _name(config.out), options.nodes or max(1, world_size // options.per_node)
     return filled(
-        LaunchJob, options, name=name, nodes=nodes, gpus=config.device != "cpu", run_file=str(options.run),
+        LaunchJob, options, ("array",), name=name, nodes=nodes, gpus=config.device != "cpu", run_file=str(options.run),
         overrides=tuple(options.set_ or ()), grace_s=options.grace,
     )  # fmt: skip
 

@@ -137,7 +137,8 @@ def _write_array(runs: "Sequence[SweepRun]", options: SweepOptions, out: Path) -
     folder, job_file = out / "points", out / "sweep.sbatch"
     per_node = ranks_of_node(sizes[0], options.per_node)
     job = filled(
-        LaunchJob, options, name="sweep", nodes=sizes[0] // per_node, per_node=per_node, array=len(runs),
+        LaunchJob, options, ("image", "claim", "mount", "accelerator"), name="sweep",
+        nodes=sizes[0] // per_node, per_node=per_node, array=len(runs),
         gpus=runs[0].config.device != "cpu", run_file=str(folder.absolute()), overrides=(), grace_s=600, max_restarts=0,
     )  # fmt: skip
     if problems := list(job_problems(job, sizes[0], str(next(iter(layouts))))):

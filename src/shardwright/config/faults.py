@@ -86,6 +86,8 @@ def fault_problems(
     checkpoint: CheckpointSection | None,
     precision: PrecisionSection | None,
 ) -> Iterator[str]:
+    """Yield every broken rule between [faults] and the other sections, one sentence each; None for a section that is
+    not valid itself."""
     spike = faults.spike
     if faults.recheck:
         yield from _recheck_problems(spike, layout, precision)

@@ -140,15 +140,18 @@ class Job:
         model, chip = self.model, self.cluster.accelerator
         if not model.attention_softcap or self.stack.caps_in_kernel:
             return np.zeros_like(candidates.cp)
-        refused = refuses_fused_caps(
-            gpu=not chip.is_cpu,
-            element_bytes=self.element_bytes,
-            width=model.head_dim,
-            sinks=model.attention_sinks,
-        )
-        if refused:
-            return np.ones_like(candidates.cp)
-        return ((candidates.cp > 1) & (candidates.shared.cp_method != "ulysses")).astype(np.int64)
+        rings, places = np.unique(candidates.cp_ring, return_inverse=True)
+        refused = [
+            refuses_fused_caps(
+                gpu=not chip.is_cpu,
+                element_bytes=self.element_bytes,
+                width=model.head_dim,
+                sinks=model.attention_sinks,
+                cp=int(ring),
+            )
+            for ring in rings
+        ]
+        return np.array([reason is not None for reason in refused], dtype=np.int64)[places]
 
     @property
     def tokens(self) -> int:
@@ -213,6 +216,12 @@ class Candidates:
     def pp(self) -> int:
         """Return the number of ranks of the pipeline."""
         return self.shared.pp
+
+    @cached_property
+    def cp_ring(self) -> Ints:
+        """Return the number of ranks of cp that pass keys and values to each other; as `Layout.cp_ring`."""
+        ring: Ints = self.cp // self.shared.ulysses_of(self.cp)
+        return ring
 
     @property
     def kind(self) -> Kind:

@@ -49,13 +49,13 @@ class AdapterFile(BaseModel):
     peft_type: str
     lora_alpha: float = Field(8)
     lora_dropout: float = Field(0.0, ge=0, lt=1)
-    use_rslora: bool = False
-    use_dora: bool = False
+    use_rslora: bool | None = False
+    use_dora: bool | None = False
     init_lora_weights: bool | str | None = True
 
 
 class MergedAdapter:
-    """The adapter of a folder. `merged` adds boxes of s B A."""
+    """The adapter of a folder. `merged` reads a box of a matrix and returns it with the adapter."""
 
     def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]], transposed: Collection[str]) -> None:
         """`shapes`: name in the files of each matrix of the base -> its shape there; `transposed`: the matrices that
@@ -71,8 +71,8 @@ class MergedAdapter:
             self._tensors = load_file(path)
         except (SafetensorError, OSError) as error:
             raise DamagedError(f"{path} cannot be read: {error}") from None
-        self._alpha, self._rslora = config.get("lora_alpha", 8), config.get("use_rslora", False)
-        self._dropout, self._dora = config.get("lora_dropout", 0.0), config.get("use_dora", False)
+        self._alpha, self._rslora = config.get("lora_alpha", 8), bool(config.get("use_rslora"))
+        self._dropout, self._dora = config.get("lora_dropout", 0.0), bool(config.get("use_dora"))
         self._transposed = transposed
         self._modules: dict[str, str] = {}
         """Name in the files of a matrix -> the begin of the names of its A and B."""

@@ -214,7 +214,11 @@ class Layout(LayoutKeys, NumberedRanks):
     def cp_ulysses(self) -> int:
         """Return the number of ranks of `cp` over which attention heads are partitioned, by `cp_method`: all, some or
         none."""
-        return {"ulysses": self.cp, "usp": self.ulysses_degree}.get(self.cp_method, 1)
+        return self.ulysses_of(self.cp)
+
+    def ulysses_of(self, cp: Any) -> Any:
+        """Return `cp_ulysses` with `cp` ranks instead; `cp`: a number, or an array of numbers."""
+        return {"ulysses": cp, "usp": self.ulysses_degree}.get(self.cp_method, 1)
 
     @property
     def cp_ring(self) -> int:

@@ -48,7 +48,7 @@ def attend(
         lengths = tuple(length for row in documents.lengths for length in row)
         tensors = [x.flatten(0, 1).unsqueeze(0) for x in tensors]
     q_BHTC, k_BKTC, v_BKTC = (x.transpose(1, 2) for x in tensors)
-    mask = block_mask(lengths, window, chunked, q_BTHC.device)
+    mask = kept_mask(lengths, window, chunked, q_BTHC.device)
     grouped = q_BHTC.shape[1] != k_BKTC.shape[1]
     o_BHTC: Tensor = (kernel or compiled())(
         q_BHTC, k_BKTC, v_BKTC, score_mod=soft_cap(softcap), block_mask=mask, enable_gqa=grouped
@@ -86,8 +86,16 @@ def block_mask(lengths: tuple[int, ...], window: int, chunked: bool, device: tor
     return BlockMask(shape, n_kv, kv, n_full_kv, full_kv, n_q, q, n_full_q, full_q, size, is_read)
 
 
-kept_mask = lru_cache(maxsize=8)(block_mask)
-"""All layers of a micro-batch share a mask, and without documents all micro-batches do."""
+@lru_cache(maxsize=8)
+def kept_mask(lengths: tuple[int, ...], window: int, chunked: bool, device: torch.device) -> BlockMask:
+    """Return `block_mask` of the arguments; the 8 masks used last are kept. The layers of a micro-batch with the
+    same window share a mask, and without documents all micro-batches do.
+
+    Queries of all types share it, because its tensors are indices. They are filled on the stream that is current in the
+    first call, and attention in all layers runs on that stream. Generation calls this in inference mode, and autograd
+    cannot save a tensor that was made in it, so the tensors are made outside."""
+    with torch.inference_mode(False):
+        return block_mask(lengths, window, chunked, device)
 
 
 def squares(first_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

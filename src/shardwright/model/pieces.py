@@ -131,7 +131,8 @@ def first_keys(lengths: tuple[int, ...], window: int = 0, chunked: bool = False)
 
 def refuses_fused_caps(*, gpu: bool, element_bytes: float, width: int, sinks: bool, cp: int = 1) -> str | None:
     """Return why a layer with a soft cap is computed some rows at a time, or None if one kernel computes it
-    (`flex.py`). `width`: of a head; `element_bytes`: of the type of matmuls."""
+    (`flex.py`). `width`: of a head; `element_bytes`: of the type of matmuls; `cp`: ranks that pass keys to each other,
+    `Layout.cp_ring`."""
     if not gpu:
         return "FlexAttention has no gradients on CPUs"
     if element_bytes != 2:

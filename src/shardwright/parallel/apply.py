@@ -43,6 +43,7 @@ from shardwright.parallel.offload import ActivationsOnHost
 from shardwright.parallel.pipeline.messages import PipelineMessages
 from shardwright.parallel.pipeline.runner import Pipeline, PipelineStage
 from shardwright.parallel.pipeline.stage import StageModel, cut_stages, holders
+from shardwright.parallel.point_to_point import connect
 from shardwright.parallel.powersgd import PowerSGD
 from shardwright.parallel.routing import shard_routers
 from shardwright.parallel.secondary import build_secondary_groups
@@ -104,7 +105,7 @@ def apply(
         if groups.tp is not None:
             split_model(part, layout, mesh, groups.tp)
         if layout.cp > 1:
-            _attend_over_cp(part, layout, groups, device, deals_documents(spec, layout))
+            _attend_over_cp(part, layout, groups, deals_documents(spec, layout))
         if fp8 is not None:
             use_fp8(part, fp8, layout, groups)
         store_base(part, layout, groups.tp)
@@ -162,14 +163,11 @@ def apply(
     )
 
 
-def _attend_over_cp(
-    part: Transformer, layout: Layout, groups: Groups, device: torch.device, deals_documents: bool
-) -> None:
+def _attend_over_cp(part: Transformer, layout: Layout, groups: Groups, deals_documents: bool) -> None:
     """Give each block of `part` an attention, or a scan, that continues over the tokens of other ranks of cp."""
     part.sequence_len = partial(operator.mul, layout.cp)
-    if groups.cp_ring is not None and device.type == "cuda":
-        # NCCL needs all ranks of a group in its first call, and with documents some may have nothing to send.
-        dist.all_reduce(torch.zeros(1, device=device), group=groups.cp_ring)
+    if groups.cp_ring is not None:
+        connect(groups.cp_ring)  # with documents some ranks may have nothing to send
     modules: list[Any] = list(part.modules())
     pieces = SequencePieces.from_layout(layout)
     for module in modules:

@@ -83,10 +83,8 @@ def connect(group: dist.ProcessGroup) -> None:
 
 def start(messages: Sequence[TensorMessage], group: dist.ProcessGroup, axis: str, tag: int = 0) -> list[PendingMessage]:
     """Start messages, on NCCL in one launch in which none waits for another. Messages of one `tag` between two ranks
-    arrive in the order in which they were sent. `axis`: the axis of the layout along which the group lies. In a group
-    of three or more ranks every rank calls this, also without a message, or has called `connect` before."""
-    if group.size() > 2:
-        connect(group)
+    arrive in the order in which they were sent. `axis`: the axis of the layout along which the group lies. If some
+    ranks of the group may have no message, all of them have called `connect` before."""
     if not messages:
         return []
     ranks, here = dist.get_process_group_ranks(group), dist.get_rank()

@@ -2,7 +2,7 @@
 
 Reading is limited to regular files of a bounded size inside the folder that names them. Publishing is by rename: a file
 or folder is written under a temporary name in the same directory and renamed when it is complete, so a reader sees a
-complete file or none. A folder can be locked for one process.
+complete file or none. `owner.py` locks a folder for one process.
 """
 
 import contextlib

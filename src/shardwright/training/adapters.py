@@ -158,7 +158,8 @@ def _architecture_of(base: Weights, spec: ModelSpec, model_type: str | None = No
 class ImportedAdapter:
     """An adapter of peft under our names, for a base. `spec`: the model with these adapters.
 
-    Raises CheckpointError for an adapter of another base, and for one whose targets or ranks differ between layers.
+    Raises CheckpointError for an adapter of another base, for one whose targets or ranks differ between layers, and for
+    one that breaks a rule of [lora].
     """
 
     def __init__(self, folder: Path, base: Weights) -> None:
@@ -255,6 +256,13 @@ def _lora(folder: Path, spec: ModelSpec, tensors: Mapping[str, Tensor], settings
         raise CheckpointError(
             f"{folder}: there is no adapter for {_ENDING.sub('', missing[0])}, and all layers of a run have the same "
             f"targets; merge the adapter with the merge_and_unload of peft"
+        )
+    if problems := replace(spec, lora=lora).lora_problems():
+        raise CheckpointError(
+            *(
+                f"{folder}: no run trains this adapter, merge it with the merge_and_unload of peft: {problem}"
+                for problem in problems
+            )
         )
     return lora
 

@@ -81,9 +81,12 @@ def attention_kernels(config: RunConfig, device: torch.device) -> str | None:
         return None
     dtype = DTYPES[config.precision.compute]
     if spec.attention_softcap:
-        cp = 1 if layout.cp_method == "ulysses" else layout.cp
         refused = refuses_fused_caps(
-            gpu=True, element_bytes=dtype.itemsize, width=spec.head_dim, sinks=spec.attention_sinks, cp=cp
+            gpu=True,
+            element_bytes=dtype.itemsize,
+            width=spec.head_dim,
+            sinks=spec.attention_sinks,
+            cp=layout.cp_ring,
         )
         return f"some rows at a time, with scores in fp32: {refused}" if refused else "FlexAttention"
     if layout.cp > 1 or config.data.attention == "document":
