@@ -19,6 +19,8 @@ def _kept_bytes(n_bytes: int, count: int) -> tuple[int, int]:
     """Resident memory that tensors of so many bytes add while they live, and after they are freed."""
     configure_malloc()
     device = torch.device("cpu")
+    torch.ones(MAPPED_BYTES // 4)  # pages of libraries count from their first use after a fork
+    gc.collect()
     before = resident_bytes(device)
     tensors = [torch.ones(n_bytes // 4) for _ in range(count)]
     alive = resident_bytes(device) - before
