@@ -135,7 +135,8 @@ def test_scaling_by_magnitudes_is_priced():
     again = scaled.backward_input["recomputation"] - plain.backward_input["recomputation"]
     assert again > scaled.forward[ELEMENTWISE] - plain.forward[ELEMENTWISE]
     squares = [each for each in passes(True, tp=2).forward_messages[TENSOR] if "squares of the rows" in each.what]
-    assert [float(each.n_bytes[0]) for each in squares] == [4 * 4096, 4 * 4096]
+    # Of W and of W + s B A, in fp32.
+    assert [float(each.n_bytes[0]) for each in squares] == [2 * 4 * 4096] * 2
 
 
 def test_decoding_a_base_is_priced_in_every_format():

@@ -14,7 +14,7 @@ class EvaluateServingOptions:
 
     runs: Path | None = argument(
         None,
-        "a table of measurements, with the columns of docs/serving.md; those that come with shardwright if not given",
+        "a table of measurements, with the columns of docs/serving.md; the tables of shardwright if not given",
         "TABLE.csv",
     )
     rows: bool = flag("print every row, not the errors by source alone")

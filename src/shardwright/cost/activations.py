@@ -44,7 +44,7 @@ from shardwright.cost.blocks import BlockShape
 from shardwright.cost.formats import FORMATS
 from shardwright.cost.job import FULL, SELECTIVE, Candidates, Floats, Ints, Job
 from shardwright.cost.ledger import Formulas, greatest, plus
-from shardwright.cost.parameters import computed_share, elements, tp_shards, vocabulary_rows
+from shardwright.cost.parameters import computed_share, elements, scaled_outputs, vocabulary_rows
 from shardwright.model.linear_sizes import LinearAttentionSpec
 from shardwright.model.pieces import ROWS_TOGETHER
 from shardwright.split.sequence import chunks_of_ring_rank
@@ -282,10 +282,7 @@ def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inpu
         "ranks_of_adapters": sum(
             row.shape[-2] * computed_share(model, row, candidates.tp) for row in block.adapters if row.adapter == "a"
         ),
-        "outputs_scaled": sum(
-            row.numel / tp_shards(model, row.split, candidates.tp) for row in block.scaled if row.split != "replicated"
-        ),
-        "results_scaled": sum(row.numel for row in block.scaled if row.split == "replicated"),
+        **scaled_outputs(model, block, candidates.tp),
         "gated_outputs": int(block.gates_shared),
         # Gate, up and, unless fused, silu(gate).
         "made": 2 + (not (stack.fused_gate or model.activation == "swiglu_clamped")) if block.gated else 1,

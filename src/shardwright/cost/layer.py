@@ -16,7 +16,7 @@ from shardwright.cost.job import FULL, RECOMPUTE, Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas, plus
 from shardwright.cost.matmuls import Matmul, fp32_or_wide, head_matmul, layer_matmuls, reached_flops_per_s
 from shardwright.cost.messages import context, dispatch, head_over_tp, loss_sums, over_tp, states, tensor
-from shardwright.cost.parameters import computed_share, elements, tp_shards
+from shardwright.cost.parameters import computed_share, elements, scaled_outputs, tp_shards
 from shardwright.cost.passes import (
     PRODUCT_BYTES,
     Passes,
@@ -385,9 +385,7 @@ def _elementwise(passes: Passes, job: Job, candidates: Candidates, block: BlockS
         ), residual_bytes=job.stack.speed.residual_bytes)  # fmt: skip
         formulas["adding adapters"] = f.T * f.outputs_of_adapters * f.residual_bytes
     if block.scaled:
-        f.add(product_bytes=PRODUCT_BYTES, outputs_scaled=sum(
-            row.numel / tp_shards(spec, row.split, candidates.tp) for row in block.scaled if row.split != "replicated"
-        ), results_scaled=sum(row.numel for row in block.scaled if row.split == "replicated"))  # fmt: skip
+        f.add(scaled_outputs(spec, block, candidates.tp), product_bytes=PRODUCT_BYTES)
         formulas["scaling outputs"] = (f.T * f.outputs_scaled + f.T_shard * f.results_scaled) * f.product_bytes
     if spec.lora is not None and spec.lora.dropout:
         f.add(inputs_of_adapters=sum(

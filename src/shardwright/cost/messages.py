@@ -59,8 +59,8 @@ def tensor(passes: Passes, job: Job, candidates: Candidates, block: BlockShape, 
         regions.add(MESSAGES_OF_F, squares, f"squares of {name}", all_reduce, all_reduce)
         regions.add(OF_RESULTS, squares, f"gradient of the squares of {name}", all_reduce, all_reduce)
     for row in block.scaled_matrices:
-        if row.split == "row":  # the norms of its rows
-            of_rows = np.full(len(candidates), row.shape[0] * max(4.0, job.element_bytes))
+        if row.split == "row":  # the norms of its rows with the adapter and without
+            of_rows = np.full(len(candidates), 2 * row.shape[0] * max(4.0, job.element_bytes))
             what = f"squares of the rows of {row.module.replace('.', ' ')}"
             regions.add(MESSAGES_OF_F, of_rows, what, all_reduce, all_reduce)
     regions.price()

@@ -384,6 +384,16 @@ def tp_shards(model: ModelSpec, split: Split, tp: Ints) -> Ints | int:
     return tp if split in SPLIT_DIM else 1
 
 
+def scaled_outputs(model: ModelSpec, block: BlockShape, tp: Ints) -> dict[str, Floats | float]:
+    """Return for each token the sum of the outputs that DoRA scales on a rank, by symbol: of column-parallel matrices,
+    which have all tokens, and of others, which have a shard of the tokens."""
+    column = [row for row in block.scaled if row.split != "replicated"]
+    return {
+        "outputs_scaled": sum(row.numel / tp_shards(model, row.split, tp) for row in column),
+        "results_scaled": sum(row.numel for row in block.scaled if row.split == "replicated"),
+    }
+
+
 def computed_share(model: ModelSpec, row: Row, tp: Ints) -> Floats | float:
     """Return the rows that a rank multiplies by a matrix / the tokens of a layer: of experts top_k / tp."""
     return model.moe.top_k / tp if model.moe is not None and row.split == "experts" else 1.0

@@ -36,7 +36,7 @@ MASK: dict[str, AnyBug] = {
     "a square of FlexAttention is full for its first query alone": UnitBug(
         Mutation(f"{FLEX}:squares", "column >= high[:, None]", "column >= low[:, None]"), SQUARES, ((700,),)
     ),
-    "FlexAttention leaves out a square of which one key is read": UnitBug(
+    "FlexAttention leaves out a square in which one key is read": UnitBug(
         Mutation(f"{FLEX}:squares", "column + SQUARE > low[:, None]", "column + SQUARE > low[:, None] + 1"),
         SQUARES,
         ((128, 128, 256),),
