@@ -18,6 +18,8 @@ from shardwright.training.checkpoint.saver import save
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.step import Trainer
 from shardwright.verification import Case
+from shardwright.verification.case import PLAIN_SGD
+from shardwright.verification.compare import Report
 from tests.training.bugs.bug import EXPERTS, LATENT
 from tests.training.checkpoints import DATA, Logical
 from tests.training.test_switches import (
@@ -256,3 +258,10 @@ def save_adapted(base: Path, folder: Path, tp: int = 2, **changed: object) -> Lo
         CheckpointStore(folder / CHECKPOINTS), trainer, TrainingProgress(1, 8, config.seed), DATA, resolved_toml(config)
     )
     return {name: whole(parameter) for name, parameter in model.named_parameters.items()}
+
+
+def error_before_adams_steps(report: Report) -> float:
+    """Return the largest error of plain SGD and of everything up to the first step of Adam. Adam divides by the size of
+    a gradient, so the small ones of a magnitude, which starts at zero, grow with their rounding in what follows."""
+    quantities = [(row.quantity, row.error) for row in report.rows]
+    return max(error for quantity, error in quantities if quantity.training == PLAIN_SGD or quantity.step <= 1)

@@ -45,7 +45,8 @@ def weight_transfer(
     generation; `link_share`: share of the bandwidth that is reached."""
     pool, pp, model = trained.job.cluster, trained.candidates.pp, trained.job.model
     trained_bytes = trained_bytes * WEIGHT_BYTES / trained.job.element_bytes
-    whole = float(WEIGHT_BYTES * model.n_trained_parameters)
+    sent_parameters = model.n_parameters if model.lora is None else model.n_trained_parameters
+    whole = float(WEIGHT_BYTES * sent_parameters)
     if model.lora is not None:
         candidates = trained.candidates
         shards = int(candidates.shards[0]) if candidates.zero[0] == 3 else 1
