@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -35,19 +35,9 @@ if TYPE_CHECKING:
 LAYOUT_KEYS = ("tp", "pp", "cp", "cp_method", "ulysses_degree", "ep", "dp_replicate", "dp_shard")
 """The keys of the layout that apply without a backward pass."""
 
-BatchInvariant = Annotated[
-    bool,
-    typer.Option(
-        "--batch-invariant",
-        help="log-probabilities of training, score and generate are equal in each bit, whatever the batch; slower",
-    ),
-]
-
+BATCH_INVARIANT = "log-probabilities of training, score and generate are equal in each bit, whatever the batch; slower"
+RECORD_EXPERTS = "write the experts of each token in each layer with experts"
 EXPERT_FILES = {".safetensors": "it is named"}
-RecordExperts = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE.safetensors", help="write the experts of each token in each layer with experts"),
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +66,8 @@ class GenerateOptions:
     )
     draft_tokens: int = option(4, "proposals of the draft in each step")
     logprobs: bool = flag("with --json: the ids and the log-probability of each token, as `score` has")
-    batch_invariant: BatchInvariant = False
-    record_experts: RecordExperts = None
+    batch_invariant: bool = flag(BATCH_INVARIANT)
+    record_experts: Path | None = option(None, RECORD_EXPERTS, "FILE.safetensors")
     device: Device = "auto"
     json: AsJson = False
 

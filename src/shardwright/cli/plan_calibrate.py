@@ -5,11 +5,11 @@ import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from shardwright.cli.common import AsJson, print_text, reading_verb, show
+from shardwright.cli.common import AsJson, argument, flag, option, print_text, reading_verb, show
 from shardwright.cli.plan_asked import wrong_options
 from shardwright.cli.plan_options import FromOptions, PlanOptions
 from shardwright.system.errors import InputError
@@ -19,14 +19,12 @@ if TYPE_CHECKING:
     from shardwright.planner.choice import PricedLayout
     from shardwright.readers.logs import TrainingLog
 
-Logs = Annotated[list[Path], typer.Argument(metavar="LOG...", help="training logs of one run or of equal runs")]
-
 
 @dataclass(frozen=True)
 class LogOptions(FromOptions):
     """Arguments and options of the verbs that read a training log."""
 
-    logs: Logs
+    logs: list[Path] = argument(..., "training logs of one run or of equal runs", "LOG...")
     json: AsJson = False
 
 
@@ -34,10 +32,8 @@ class LogOptions(FromOptions):
 class CalibrateOptions(LogOptions):
     """Arguments and options of `plan calibrate`."""
 
-    write: Annotated[
-        Path | None, typer.Option(metavar="FILE.toml", help="write the cluster as a file for plan --hardware")
-    ] = None
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="with --write, replace a file that exists")] = False
+    write: Path | None = option(None, "write the cluster as a file for plan --hardware", "FILE.toml")
+    overwrite: bool = flag("with --write, replace a file that exists")
 
     def plan_options(self) -> PlanOptions:
         return replace(super().plan_options(), write=self.write, overwrite=self.overwrite)

@@ -2,11 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from shardwright.cli.common import AsJson, reading_verb, show, wrong_place
+from shardwright.cli.common import AsJson, argument, option, reading_verb, show, wrong_place
 from shardwright.system.errors import InputError
 
 if TYPE_CHECKING:
@@ -17,18 +15,12 @@ if TYPE_CHECKING:
 class PlanDiffOptions:
     """Arguments and options of `plan diff`."""
 
-    a: Annotated[Path, typer.Argument(metavar="A.toml", help="a run file")]
-    b: Annotated[Path, typer.Argument(metavar="B.toml", help="the run file that is compared with it")]
-    cluster: Annotated[
-        str | None, typer.Option(metavar="NAME:COUNT", help="accelerators and how many, such as h100:64; as for plan")
-    ] = None
-    other_cluster: Annotated[
-        str | None, typer.Option(metavar="NAME:COUNT", help="the cluster of B.toml, if it is another")
-    ] = None
-    hardware: Annotated[
-        Path | None, typer.Option(metavar="FILE.toml", help="your accelerators, networks and clusters")
-    ] = None
-    html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="write one page")] = None
+    a: Path = argument(..., "a run file", "A.toml")
+    b: Path = argument(..., "the run file that is compared with it", "B.toml")
+    cluster: str | None = option(None, "accelerators and how many, such as h100:64; as for plan", "NAME:COUNT")
+    other_cluster: str | None = option(None, "the cluster of B.toml, if it is another", "NAME:COUNT")
+    hardware: Path | None = option(None, "your accelerators, networks and clusters", "FILE.toml")
+    html: Path | None = option(None, "write one page", "FILE.html")
     json: AsJson = False
 
 

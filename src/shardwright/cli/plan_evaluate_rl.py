@@ -2,21 +2,17 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from shardwright.cli.common import AsJson, print_json, print_text, verb
+from shardwright.cli.common import AsJson, argument, print_json, print_text, verb
 
 
 @dataclass(frozen=True)
 class EvaluateRLOptions:
     """Arguments and options of `plan evaluate-rl`."""
 
-    steps: Annotated[
-        Path | None,
-        typer.Argument(metavar="TABLE.csv", help="published steps; those that come with shardwright if not given"),
-    ] = None
+    steps: Path | None = argument(None, "published steps; those that come with shardwright if not given", "TABLE.csv")
     json: AsJson = False
 
 

@@ -3,11 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from shardwright.cli.common import AsJson, ConfigurationFiles, wrong_place, wrong_sizes
+from shardwright.cli.common import AsJson, ConfigurationFiles, argument, flag, option, wrong_place, wrong_sizes
 from shardwright.cost.formats import FORMATS
 from shardwright.planner.operations import SAVES
 from shardwright.system.errors import nearest
@@ -26,19 +23,11 @@ class FromOptions:
     """The options of verbs that read a configuration of another system."""
 
     from_: ConfigurationFiles = None
-    model: Annotated[
-        str | None, typer.Option(metavar="NAME|SIZES", help="with --from, the model if no file has it; as for plan")
-    ] = None
-    cluster: Annotated[
-        str | None, typer.Option(metavar="NAME:COUNT", help="accelerators and how many, such as h100:64; as for plan")
-    ] = None
-    global_batch: Annotated[
-        int | None, typer.Option(metavar="N", help="with --from, sequences of a step, over all ranks")
-    ] = None
-    seq_len: Annotated[int | None, typer.Option(metavar="N", help="with --from, tokens of a sequence")] = None
-    hardware: Annotated[
-        Path | None, typer.Option(metavar="FILE.toml", help="your accelerators, networks and clusters")
-    ] = None
+    model: str | None = option(None, "with --from, the model if no file has it; as for plan", "NAME|SIZES")
+    cluster: str | None = option(None, "accelerators and how many, such as h100:64; as for plan", "NAME:COUNT")
+    global_batch: int | None = option(None, "with --from, sequences of a step, over all ranks", "N")
+    seq_len: int | None = option(None, "with --from, tokens of a sequence", "N")
+    hardware: Path | None = option(None, "your accelerators, networks and clusters", "FILE.toml")
 
     def given(self, own: Sequence[str] = ()) -> list[str]:
         """Return the names of these options that are given, such as `--seq-len`. `own`: fields to leave out."""
@@ -54,178 +43,121 @@ class FromOptions:
 class PlanOptions:
     """Arguments and options of `plan`."""
 
-    target: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="RUN.toml|evaluate",
-            help="a run file, whose model, batch and precision are taken; or the word evaluate, to compare predictions "
-            "with the measured runs of a table",
-        ),
-    ] = None
-    runs: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="RUNS.csv",
-            help="evaluate only: a table of measured runs; those that come with shardwright if not given",
-        ),
-    ] = None
+    target: str | None = argument(
+        None,
+        "a run file, whose model, batch and precision are taken; or the word evaluate, to compare predictions "
+        "with the measured runs of a table",
+        "RUN.toml|evaluate",
+    )
+    runs: Path | None = argument(
+        None, "evaluate only: a table of measured runs; those that come with shardwright if not given", "RUNS.csv"
+    )
     from_: ConfigurationFiles = None
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|SIZES",
-            help="a preset, such as llama-3.1-70b; config.json of transformers; or a few sizes, such as "
-            "n_layers=32,d_model=4096,n_heads=32,d_ffn=11008,vocab_size=32000, and any other key of a run file's model "
-            "section, such as n_kv_heads=8,moe.n_experts=8,moe.top_k=2,moe.d_ffn=4096",
-        ),
-    ] = None
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME:COUNT",
-            help="accelerators and how many, such as h100:64; h100:64/4@800Gb: 4 a node, 800 Gbit/s each to the others",
-        ),
-    ] = None
-    global_batch: Annotated[int | None, typer.Option(metavar="N", help="sequences of a step, over all ranks")] = None
-    seq_len: Annotated[int | None, typer.Option(metavar="N", help="tokens of a sequence")] = None
-    document_tokens: Annotated[
-        float | None,
-        typer.Option(
-            metavar="N",
-            help="attention within documents: the mean length of a token's document, sum L^2 / sum L over documents of "
-            "L tokens, as `data inspect --seq-len` prints; from the data of a run file with data.attention='document' "
-            "if not given",
-        ),
-    ] = None
-    expert_load: Annotated[
-        str | None,
-        typer.Option(
-            metavar="cv=X|FILE.json",
-            help="uneven loads of experts: their coefficient of variation, such as cv=0.3, or a file with "
-            "tokens_by_expert",
-        ),
-    ] = None
-    precision: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help=f"type of the matmuls: {', '.join(PRECISIONS)}; bf16 if not given"),
-    ] = None
-    lora: Annotated[
-        str | None,
-        typer.Option(
-            metavar="rank=N[,KEY=VALUE]",
-            help="train adapters instead of all weights, such as rank=16 or rank=8,targets=q+v; keys of a run file's "
-            "section [lora], which it replaces",
-        ),
-    ] = None
-    stack: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME[,KEY=VALUE]",
-            help="price another training software, such as megatron-core,date=2025-10,cuda_graphs=none; keys as the "
-            "columns of docs/measured-runs.md: date, attention, cuda_graphs, gather_dtype, fused_loss, moe_dispatch",
-        ),
-    ] = None
-    link: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="links inside a node as those of this accelerator, such as h100-pcie"),
-    ] = None
-    network: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="another kind of network between nodes, at the same line rate, such as roce"),
-    ] = None
-    compare: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="CLUSTER",
-            help="search on this cluster too, such as h200:64, or on the same one with link=NAME or network=NAME, and "
-            "print a line for each; may be repeated",
-        ),
-    ] = None
-    hardware: Annotated[
-        Path | None, typer.Option(metavar="FILE.toml", help="your accelerators, networks and clusters")
-    ] = None
-    host_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="memory of each node's host, such as 2TB, which limits what layouts keep there; that of the hardware "
-            "file if not given",
-        ),
-    ] = None
-    memory_margin: Annotated[
-        float, typer.Option(metavar="X", help="share of the accelerator's memory to keep free")
-    ] = 0.1
-    top: Annotated[int, typer.Option(metavar="N", help="how many of the best layouts to list")] = 10
-    explain: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LAYOUT|RUN.toml",
-            help="instead of searching, show every formula for this layout, such as "
-            "tp=8,pp=4,micro_batch=1; keys of a run file's layout section; or for the layout of a run file",
-        ),
-    ] = None
-    measured: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUN_FOLDER",
-            help="instead of searching, compare the plan of the run file's layout with its run in this folder, term by "
-            "term",
-        ),
-    ] = None
-    fix: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KEYS",
-            help="search only layouts with these values, such as tp=8,pp=1; keys as for --explain",
-        ),
-    ] = None
-    prefer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="fastest|simplest|cheapest",
-            help="which layout is recommended: fastest; simplest, fewest axes at most 25 % slower; cheapest, fewest "
-            "accelerator-hours on all accelerators or a part of them; if not given, of those that tie with the "
-            "fastest, one with headroom in memory and the fewest axes and settings",
-        ),
-    ] = None
-    budget_tokens: Annotated[
-        float | None,
-        typer.Option(
-            metavar="N",
-            help="tokens of the whole run, such as 15e12: adds days, interruptions, checkpoints, spare nodes and cost",
-        ),
-    ] = None
-    batch_stages: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TOKENS:BATCH,...",
-            help="with --budget-tokens, a batch that changes over the run: the tokens that are done and the sequences "
-            "of a step from there on, such as 0:3072,469e9:15360, or with tokens of a sequence, 0:3072x4096; if not "
-            "given, from the run file's [[batch.stages]]",
-        ),
-    ] = None
-    price: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="X|NAME=X",
-            help="with --budget-tokens, the price of an accelerator-hour, such as 2.5, or of one kind of accelerator, "
-            "such as h200=3.5; may be repeated",
-        ),
-    ] = None
-    operations: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KEY=VALUE,...",
-            help="with --budget-tokens, how the run is operated: failures (per 1,000 accelerator-days), detect_min, "
-            f"restart_min, save ({', '.join(SAVES)}), save_every (steps), storage_gb_per_s (of a node), repair_hours, "
-            "evaluate_every, evaluate_samples; from the run file, or defaults of docs/plan.md",
-        ),
-    ] = None
-    write: Annotated[
-        Path | None, typer.Option(metavar="FILE.toml", help="write the layout as a run file for train and verify")
-    ] = None
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="with --write, replace a file that exists")] = False
-    html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="write one page with pictures")] = None
+    model: str | None = option(
+        None,
+        "a preset, such as llama-3.1-70b; config.json of transformers; or a few sizes, such as "
+        "n_layers=32,d_model=4096,n_heads=32,d_ffn=11008,vocab_size=32000, and any other key of a run file's model "
+        "section, such as n_kv_heads=8,moe.n_experts=8,moe.top_k=2,moe.d_ffn=4096",
+        "NAME|SIZES",
+    )
+    cluster: str | None = option(
+        None,
+        "accelerators and how many, such as h100:64; h100:64/4@800Gb: 4 a node, 800 Gbit/s each to the others",
+        "NAME:COUNT",
+    )
+    global_batch: int | None = option(None, "sequences of a step, over all ranks", "N")
+    seq_len: int | None = option(None, "tokens of a sequence", "N")
+    document_tokens: float | None = option(
+        None,
+        "attention within documents: the mean length of a token's document, sum L^2 / sum L over documents of "
+        "L tokens, as `data inspect --seq-len` prints; from the data of a run file with data.attention='document' "
+        "if not given",
+        "N",
+    )
+    expert_load: str | None = option(
+        None,
+        "uneven loads of experts: their coefficient of variation, such as cv=0.3, or a file with tokens_by_expert",
+        "cv=X|FILE.json",
+    )
+    precision: str | None = option(None, f"type of the matmuls: {', '.join(PRECISIONS)}; bf16 if not given", "NAME")
+    lora: str | None = option(
+        None,
+        "train adapters instead of all weights, such as rank=16 or rank=8,targets=q+v; keys of a run file's "
+        "section [lora], which it replaces",
+        "rank=N[,KEY=VALUE]",
+    )
+    stack: str | None = option(
+        None,
+        "price another training software, such as megatron-core,date=2025-10,cuda_graphs=none; keys as the "
+        "columns of docs/measured-runs.md: date, attention, cuda_graphs, gather_dtype, fused_loss, moe_dispatch",
+        "NAME[,KEY=VALUE]",
+    )
+    link: str | None = option(None, "links inside a node as those of this accelerator, such as h100-pcie", "NAME")
+    network: str | None = option(
+        None, "another kind of network between nodes, at the same line rate, such as roce", "NAME"
+    )
+    compare: list[str] | None = option(
+        None,
+        "search on this cluster too, such as h200:64, or on the same one with link=NAME or network=NAME, and "
+        "print a line for each; may be repeated",
+        "CLUSTER",
+    )
+    hardware: Path | None = option(None, "your accelerators, networks and clusters", "FILE.toml")
+    host_memory: str | None = option(
+        None,
+        "memory of each node's host, such as 2TB, which limits what layouts keep there; that of the hardware "
+        "file if not given",
+        "SIZE",
+    )
+    memory_margin: float = option(0.1, "share of the accelerator's memory to keep free", "X")
+    top: int = option(10, "how many of the best layouts to list", "N")
+    explain: str | None = option(
+        None,
+        "instead of searching, show every formula for this layout, such as "
+        "tp=8,pp=4,micro_batch=1; keys of a run file's layout section; or for the layout of a run file",
+        "LAYOUT|RUN.toml",
+    )
+    measured: Path | None = option(
+        None,
+        "instead of searching, compare the plan of the run file's layout with its run in this folder, term by term",
+        "RUN_FOLDER",
+    )
+    fix: str | None = option(
+        None, "search only layouts with these values, such as tp=8,pp=1; keys as for --explain", "KEYS"
+    )
+    prefer: str | None = option(
+        None,
+        "which layout is recommended: fastest; simplest, fewest axes at most 25 % slower; cheapest, fewest "
+        "accelerator-hours on all accelerators or a part of them; if not given, of those that tie with the "
+        "fastest, one with headroom in memory and the fewest axes and settings",
+        "fastest|simplest|cheapest",
+    )
+    budget_tokens: float | None = option(
+        None, "tokens of the whole run, such as 15e12: adds days, interruptions, checkpoints, spare nodes and cost", "N"
+    )
+    batch_stages: str | None = option(
+        None,
+        "with --budget-tokens, a batch that changes over the run: the tokens that are done and the sequences "
+        "of a step from there on, such as 0:3072,469e9:15360, or with tokens of a sequence, 0:3072x4096; if not "
+        "given, from the run file's [[batch.stages]]",
+        "TOKENS:BATCH,...",
+    )
+    price: list[str] | None = option(
+        None,
+        "with --budget-tokens, the price of an accelerator-hour, such as 2.5, or of one kind of accelerator, "
+        "such as h200=3.5; may be repeated",
+        "X|NAME=X",
+    )
+    operations: str | None = option(
+        None,
+        "with --budget-tokens, how the run is operated: failures (per 1,000 accelerator-days), detect_min, "
+        f"restart_min, save ({', '.join(SAVES)}), save_every (steps), storage_gb_per_s (of a node), repair_hours, "
+        "evaluate_every, evaluate_samples; from the run file, or defaults of docs/plan.md",
+        "KEY=VALUE,...",
+    )
+    write: Path | None = option(None, "write the layout as a run file for train and verify", "FILE.toml")
+    overwrite: bool = flag("with --write, replace a file that exists")
+    html: Path | None = option(None, "write one page with pictures", "FILE.html")
     json: AsJson = False
 
 

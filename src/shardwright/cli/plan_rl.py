@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from shardwright.cli.common import AsJson, error_console, reading_verb, show, wrong_place, wrong_sizes
+from shardwright.cli.common import AsJson, error_console, flag, option, reading_verb, show, wrong_place, wrong_sizes
 from shardwright.cli.plan_options import PRECISIONS
 from shardwright.system.errors import InputError, nearest
 
@@ -23,52 +23,32 @@ MOST_STEPS = 64
 class PlanRLOptions:
     """Options of `plan rl`."""
 
-    model: Annotated[str | None, typer.Option(metavar="NAME|FILE|SIZES", help="as for plan, such as llama-3.1-8b")] = (
-        None
+    model: str | None = option(None, "as for plan, such as llama-3.1-8b", "NAME|FILE|SIZES")
+    cluster: str | None = option(None, "accelerators and how many, such as h100:8", "NAME:COUNT")
+    prompts: int | None = option(None, "prompts of a step", "N")
+    group: int | None = option(None, "answers to each prompt", "N")
+    input_len: int | None = option(None, "mean tokens of a prompt", "N")
+    output_mean: int | None = option(None, "mean tokens of an answer", "N")
+    output_p95: int | None = option(
+        None, "tokens that 95 of 100 answers do not exceed; if not given, a usual tail", "N"
     )
-    cluster: Annotated[
-        str | None, typer.Option(metavar="NAME:COUNT", help="accelerators and how many, such as h100:8")
-    ] = None
-    prompts: Annotated[int | None, typer.Option(metavar="N", help="prompts of a step")] = None
-    group: Annotated[int | None, typer.Option(metavar="N", help="answers to each prompt")] = None
-    input_len: Annotated[int | None, typer.Option(metavar="N", help="mean tokens of a prompt")] = None
-    output_mean: Annotated[int | None, typer.Option(metavar="N", help="mean tokens of an answer")] = None
-    output_p95: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="tokens that 95 of 100 answers do not exceed; if not given, a usual tail"),
-    ] = None
-    output_max: Annotated[int | None, typer.Option(metavar="N", help="tokens at which an answer is cut")] = None
-    updates: Annotated[int, typer.Option(metavar="N", help="optimizer steps for the answers of a step")] = 1
-    off_policy: Annotated[
-        int, typer.Option(metavar="K", help="steps by which answers may be older than the trained policy; 0: on policy")
-    ] = 0
-    generate_on: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="accelerators that only generate; 0: all train too. If not given, searched in up to 8 parts",
-        ),
-    ] = None
-    no_reference: Annotated[
-        bool, typer.Option("--no-reference", help="no reference model scores the answers (no KL penalty)")
-    ] = False
-    precision: Annotated[str, typer.Option(metavar="NAME", help="of matmuls in training, as for plan")] = "bf16"
-    generation_precision: Annotated[str, typer.Option(metavar="NAME", help="of weights in generation")] = "bf16"
-    engine: Annotated[str, typer.Option(metavar="NAME", help="the engine that generates, as for plan serve")] = "vllm"
-    stack: Annotated[
-        str | None, typer.Option(metavar="NAME", help="the software that trains, as for plan, such as megatron-core")
-    ] = None
-    hardware: Annotated[Path | None, typer.Option(metavar="FILE.toml", help="your accelerators and clusters")] = None
-    lora: Annotated[
-        str | None,
-        typer.Option(
-            metavar="rank=N[,KEY=VALUE]", help="train and send adapters instead of all weights, as for plan: rank=16"
-        ),
-    ] = None
-    explain: Annotated[
-        bool, typer.Option("--explain", help="also print every formula of the fastest step with its numbers")
-    ] = False
-    html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="write one page")] = None
+    output_max: int | None = option(None, "tokens at which an answer is cut", "N")
+    updates: int = option(1, "optimizer steps for the answers of a step", "N")
+    off_policy: int = option(0, "steps by which answers may be older than the trained policy; 0: on policy", "K")
+    generate_on: int | None = option(
+        None, "accelerators that only generate; 0: all train too. If not given, searched in up to 8 parts", "N"
+    )
+    no_reference: bool = flag("no reference model scores the answers (no KL penalty)")
+    precision: str = option("bf16", "of matmuls in training, as for plan", "NAME")
+    generation_precision: str = option("bf16", "of weights in generation", "NAME")
+    engine: str = option("vllm", "the engine that generates, as for plan serve", "NAME")
+    stack: str | None = option(None, "the software that trains, as for plan, such as megatron-core", "NAME")
+    hardware: Path | None = option(None, "your accelerators and clusters", "FILE.toml")
+    lora: str | None = option(
+        None, "train and send adapters instead of all weights, as for plan: rank=16", "rank=N[,KEY=VALUE]"
+    )
+    explain: bool = flag("also print every formula of the fastest step with its numbers")
+    html: Path | None = option(None, "write one page", "FILE.html")
     json: AsJson = False
 
 

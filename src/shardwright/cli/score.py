@@ -21,7 +21,7 @@ from shardwright.cli.common import (
     wrong_place,
     wrong_sizes,
 )
-from shardwright.cli.generate import EXPERT_FILES, LAYOUT_KEYS, BatchInvariant, RecordExperts
+from shardwright.cli.generate import BATCH_INVARIANT, EXPERT_FILES, LAYOUT_KEYS, RECORD_EXPERTS
 from shardwright.system.errors import InputError
 from shardwright.system.files import open_regular, reason
 
@@ -43,8 +43,8 @@ class ScoreOptions:
     check: bool = flag(
         "compare the log-probabilities of the trainer's forward pass, score, and token-by-token generate"
     )
-    batch_invariant: BatchInvariant = False
-    record_experts: RecordExperts = None
+    batch_invariant: bool = flag(BATCH_INVARIANT)
+    record_experts: Path | None = option(None, RECORD_EXPERTS, "FILE.safetensors")
     replay_experts: Path | None = option(
         None, "give each token the experts of a file of --record-experts", "FILE.safetensors"
     )
