@@ -3,7 +3,8 @@
 python benchmarks/names.py
 
 - A class name is defined once in src; a leading underscore does not make it another name.
-- No phrase of `PHRASES` stands in a docstring of src or, outside of code blocks, on a page of docs.
+- No phrase of `PHRASES` stands in a docstring or in the help of an option or key of src or, outside of code blocks,
+  on a page of docs.
 """
 
 import ast
@@ -56,8 +57,8 @@ def repeated_classes(root: Path) -> Iterator[str]:
 
 
 def used_phrases(root: Path, phrases: Sequence[str]) -> Iterator[str]:
-    """Phrases in docstrings of `root`/src and on the pages of `root`, each with its place."""
-    texts = [(path, line, text) for path in _sources(root) for line, text in _docstrings(path)]
+    """Phrases in docstrings and helps of `root`/src and on the pages of `root`, each with its place."""
+    texts = [(path, line, text) for path in _sources(root) for line, text in _described(path)]
     pages = [page for page in sorted([*root.glob("*.md"), *root.glob("docs/*.md")]) if page.name != "CHANGELOG.md"]
     pages = [page for page in pages if str(page.relative_to(root)) not in MADE]
     texts += [(path, 1, _without_code(path.read_text(encoding="utf-8"))) for path in pages]
@@ -73,12 +74,25 @@ def _sources(root: Path) -> list[Path]:
     return sorted((root / "src").rglob("*.py"))
 
 
-def _docstrings(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield line and text of each string that is a statement: docstrings, also below attributes and constants."""
+def _described(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and text of each docstring, also below attributes and constants, and of the help of each option and
+    key: the words among the arguments of a call of `option`, `flag` or `argument`, or given as `help` or
+    `description`."""
     nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    for node in sorted((node for node in nodes if isinstance(node, ast.Expr)), key=lambda node: node.lineno):
-        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield node.lineno, _without_code(node.value.value)
+    for node in sorted(nodes, key=lambda node: getattr(node, "lineno", 0)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield node.lineno, _without_code(text)
+            case ast.Call(func=ast.Name(id="option" | "flag" | "argument"), args=words):
+                yield from map(_joined, words)
+            case ast.keyword(arg="help" | "description", value=words):
+                yield _joined(words)
+
+
+def _joined(words: ast.expr) -> tuple[int, str]:
+    """Return line and text of the words of an expression, without the values that an f-string inserts."""
+    texts = [part.value for part in ast.walk(words) if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+    return words.lineno, _without_code("".join(texts))
 
 
 def _without_code(page: str) -> str:

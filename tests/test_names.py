@@ -5,6 +5,7 @@ import runpy
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -32,6 +33,19 @@ def test_a_phrase_is_found_in_docstrings_and_pages_but_not_in_code(tmp_path: Pat
     written(tmp_path, a=code, page="Here.\n```\nthose of\n```\nThose of k, those offered.\n")
     found = [line.partition(": ")[0] for line in CHECK["used_phrases"](tmp_path, ["those of"])]
     assert found == ["src/a.py:4", "src/a.py:8", "docs/page.md:5"]
+
+
+def test_a_phrase_is_found_in_the_help_of_options_and_keys_but_not_in_other_arguments(tmp_path: Path):
+    code = """
+        width: int = option(1, "the width; "
+            f"those of {n} rows", "N")
+        depth: bool = flag("those of the depth")
+        key: int = Field(1, description="those of the key", alias="those of")
+        raise InputError("those of")
+    """
+    written(tmp_path, a=dedent(code), page="Here.\n")
+    found = [line.partition(": ")[0] for line in CHECK["used_phrases"](tmp_path, ["those of"])]
+    assert sorted(found) == ["src/a.py:2", "src/a.py:4", "src/a.py:5"]
 
 
 PROGRAMS = [path for folder in ("benchmarks", "docs", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]

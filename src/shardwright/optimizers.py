@@ -223,7 +223,7 @@ register(
 register(
     OptimizerKind(
         name="adamw-8bit",
-        help="AdamW with 8-bit states (arXiv 2110.02861), whose blocks are those of the whole matrix on every layout",
+        help="AdamW with 8-bit states (arXiv 2110.02861), in the blocks of the whole matrix on every layout",
         options={
             **_ADAM_OPTIONS,
             "block_size": Option(

@@ -24,7 +24,7 @@ from shardwright.system.remote import REMOTE
 from shardwright.system.units import counted, format_bytes, format_count, format_seconds, percent
 
 app = typer.Typer(
-    help="Turn text into token shards for training, and look at what is in them.",
+    help="Turn text into token shards for training, and show their contents.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
@@ -72,7 +72,7 @@ class PrepareOptions:
     encoding_errors: EncodingErrors = option(
         USUAL["encoding_errors"], "bytes that are not UTF-8: stop, replace them by U+FFFD, or skip the document"
     )
-    skip_bad: bool = flag("leave out records that are not JSON or have no text, and say how many")
+    skip_bad: bool = flag("leave out records that are not JSON or have no text, and report their number")
     overwrite: bool = flag("replace OUT, once the new one is complete")
     publish: bool = flag(
         "add complete shards to OUT while others are written, for runs with data.order='shards'; the same "

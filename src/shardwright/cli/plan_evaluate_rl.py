@@ -12,7 +12,7 @@ from shardwright.cli.common import AsJson, argument, print_json, print_text, ver
 class EvaluateRLOptions:
     """Arguments and options of `plan evaluate-rl`."""
 
-    steps: Path | None = argument(None, "published steps; those that come with shardwright if not given", "TABLE.csv")
+    steps: Path | None = argument(None, "published steps; if not given, shardwright's own table", "TABLE.csv")
     json: AsJson = False
 
 

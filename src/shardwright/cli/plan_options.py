@@ -50,7 +50,7 @@ class PlanOptions:
         "RUN.toml|evaluate",
     )
     runs: Path | None = argument(
-        None, "evaluate only: a table of measured runs; those that come with shardwright if not given", "RUNS.csv"
+        None, "evaluate only: a table of measured runs; if not given, the table that comes with shardwright", "RUNS.csv"
     )
     from_: ConfigurationFiles = None
     model: str | None = option(
@@ -92,7 +92,7 @@ class PlanOptions:
         "columns of docs/measured-runs.md: date, attention, cuda_graphs, gather_dtype, fused_loss, moe_dispatch",
         "NAME[,KEY=VALUE]",
     )
-    link: str | None = option(None, "links inside a node as those of this accelerator, such as h100-pcie", "NAME")
+    link: str | None = option(None, "use the links inside a node of this accelerator, such as h100-pcie", "NAME")
     network: str | None = option(
         None, "another kind of network between nodes, at the same line rate, such as roce", "NAME"
     )
@@ -105,8 +105,8 @@ class PlanOptions:
     hardware: Path | None = option(None, "your accelerators, networks and clusters", "FILE.toml")
     host_memory: str | None = option(
         None,
-        "memory of each node's host, such as 2TB, which limits what layouts keep there; that of the hardware "
-        "file if not given",
+        "memory of each node's host, such as 2TB, which limits what layouts keep there; if not given, the "
+        "value of the hardware file",
         "SIZE",
     )
     memory_margin: float = option(0.1, "share of the accelerator's memory to keep free", "X")
@@ -128,8 +128,8 @@ class PlanOptions:
     prefer: str | None = option(
         None,
         "which layout is recommended: fastest; simplest, fewest axes at most 25 % slower; cheapest, fewest "
-        "accelerator-hours on all accelerators or a part of them; if not given, of those that tie with the "
-        "fastest, one with headroom in memory and the fewest axes and settings",
+        "accelerator-hours on all accelerators or a part of them; if not given, of all layouts that tie "
+        "with the fastest, one with headroom in memory and the fewest axes and settings",
         "fastest|simplest|cheapest",
     )
     budget_tokens: float | None = option(

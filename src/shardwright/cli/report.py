@@ -21,7 +21,7 @@ COMPARISON = "comparison.html"
 
 @reading_verb
 def report(
-    run_dirs: list[Path] = argument(..., "the folder of a run, finished or going on, or several", "RUN_DIR..."),
+    run_dirs: list[Path] = argument(..., "the folder of a run, finished or still training, or several", "RUN_DIR..."),
     out: Path | None = option(
         None, "the page; if not given, RUN_DIR/report.html, or comparison.html for several runs", "FILE.html"
     ),

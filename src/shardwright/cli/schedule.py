@@ -46,14 +46,14 @@ class ScheduleOptions:
     )
     kept_for_weight: float = option(
         KEPT_FOR_WEIGHT,
-        "memory of a micro-batch between its I and its W, as a share (0 to 1) of that of one in flight",
+        "memory of a micro-batch between its I and its W, as a share (0 to 1) of the memory of one in flight",
         "X",
     )
     compare_all: bool = option(
-        False, "all schedules side by side; --times are then those of one stage a rank", name="--compare"
+        False, "all schedules side by side; --times are then the times with one stage a rank", name="--compare"
     )
     sort: str | None = option(None, f"with --compare, the rows in the order of: {', '.join(SORTS)}", "COLUMN")
-    read: Path | None = option(None, "a schedule from PyTorch's compute-only CSV, in place of --schedule", "FILE.csv")
+    read: Path | None = option(None, "a schedule from PyTorch's compute-only CSV, instead of --schedule", "FILE.csv")
     csv: Path | None = option(None, "write the schedule as PyTorch's compute-only CSV", "FILE.csv")
     drawing: Path | None = option(None, "a picture; or a trace for ui.perfetto.dev", "FILE.svg|json", name="--draw")
     html: Path | None = option(None, "write one page with the picture", "FILE.html")

@@ -31,13 +31,13 @@ def train(
     run_file: Path | None = argument(None, "the run file, TOML; see examples/"),
     overrides: Overrides = None,
     resume: bool = flag(
-        "go on from the last good checkpoint of this run, as --set checkpoint.resume=auto does; from that of "
-        "another run: --set checkpoint.resume=PATH"
+        "continue from the last good checkpoint of this run, as --set checkpoint.resume=auto does; to continue "
+        "from another run: --set checkpoint.resume=PATH"
     ),
     max_restarts: int = option(
         0,
-        "after a rank was killed, failed or hung, start the ranks again from the newest whole checkpoint, so "
-        "many times in all; for ranks that are started here",
+        "after a rank was killed, failed or hung, start the ranks again from the newest whole checkpoint, at "
+        "most this many times in all; for ranks that are started here",
         min=0,
     ),
     dryrun_first: bool = flag(

@@ -50,15 +50,15 @@ class VerifyOptions(FromOptions):
     overrides_b: list[str] | None = option(
         None,
         "compare with a second layout instead: the run file with these changes (of layout.* and "
-        "batch.micro_batch) on top of those of --set; may be repeated",
+        "batch.micro_batch) in addition to the changes of --set; may be repeated",
         "KEY=VALUE",
         name="--set-b",
     )
     steps: int = option(3, "optimizer steps to take", min=1)
     dtype: str = option(
         "float64",
-        "float64, float32, or bfloat16 or float16 (matmuls in it, weights and sums in float32); float64 tells "
-        "a bug from rounding best",
+        "float64, float32, or bfloat16 or float16 (matmuls in it, weights and sums in float32); float64 "
+        "separates a bug from rounding best",
     )
     matrix: int | None = option(
         None,

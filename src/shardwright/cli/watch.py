@@ -35,7 +35,7 @@ START_S = 60.0
 
 @reading_verb
 def watch(
-    run_dir: Path = argument(..., "the folder of a run, finished or going on", "RUN_DIR"),
+    run_dir: Path = argument(..., "the folder of a run, finished or still training", "RUN_DIR"),
     once: bool = flag("print the page as it is now, and leave"),
     every: float = option(2.0, "seconds between two looks at the folder", "SECONDS"),
     json: AsJson = False,

@@ -18,13 +18,14 @@ class CheckpointSection(RunFileSection):
     resume: str = Field(
         "no",
         json_schema_extra=PATH,
-        description="no: start anew, refuse a folder that holds a run; auto: go on from the last good checkpoint "
+        description="no: start anew, refuse a folder that holds a run; auto: continue from the last good checkpoint "
         "if there is one; or the path of a checkpoint, of this or another run",
     )
     async_mode: Literal["disabled", "async"] = Field(
         "disabled",
         description="async: steps wait only until their states are copied to memory of the host, kept for that, and a "
-        "thread of each rank writes the copy beside them; disabled: steps wait until the checkpoint is published",
+        "thread of each rank writes the copy during the next steps; disabled: steps wait until the checkpoint is "
+        "published",
     )
     on_error: Literal["stop", "continue"] = Field(
         "stop",
@@ -38,14 +39,14 @@ class CheckpointSection(RunFileSection):
         None,
         json_schema_extra=PATH,
         description="a folder of each host (its disk, or /dev/shm) for checkpoints every local_every steps, written "
-        "beside training; every rank's shards are on its own host and on the next, so that a lost host loses none",
+        "during training; every rank's shards are on its own host and on the next, so that a lost host loses none",
     )
     local_every: NotNegative = Field(0, description="steps between checkpoints in local")
     durable: Annotated[str, Field(min_length=1)] | None = Field(
         None,
         json_schema_extra=PATH,
         description="a second place for checkpoints, a folder or a URL of fsspec (s3://BUCKET/FOLDER, gs://, ...), to "
-        "which they are copied beside training; a run that finds no newer one in OUT resumes from there",
+        "which they are copied during training; a run that finds no newer one in OUT resumes from there",
     )
     durable_every: NotNegative = Field(
         0,

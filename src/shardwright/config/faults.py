@@ -53,20 +53,20 @@ class FaultsSection(RunFileSection):
     )
     min_ranks: Positive | None = Field(
         None,
-        description="fewest ranks with which a run goes on after ranks are lost: dp_replicate and dp_shard are "
+        description="fewest ranks with which a run continues after ranks are lost: dp_replicate and dp_shard are "
         "reduced, other degrees, the global batch and the order of samples stay; with --max-restarts a rank counts as "
         "lost after two faults in a row on the same GPU, under torchrun when it starts fewer ranks; if not given, all "
         "are needed",
     )
     grow_after: Annotated[float, Field(ge=0)] = Field(
         3600.0,
-        description="with min_ranks and --max-restarts, seconds after which a run that goes on with fewer ranks saves, "
-        "and starts again with all of them, on the place that was lost, too; twice as many after each try; 0: never",
+        description="with min_ranks and --max-restarts, seconds after which a run that continues with fewer ranks "
+        "saves, and starts again with all of them, also on the place that was lost; doubled after each try; 0: never",
     )
     spares: NotNegative = Field(
         0,
-        description="with --max-restarts, places (GPUs) of this machine beyond those of the layout: after a fault the "
-        "run goes on at one of them in the place of the one at fault, which is then the last of them",
+        description="with --max-restarts, places (GPUs) of this machine in addition to the layout's places: after a "
+        "fault the run continues at one of them instead of the place at fault, which becomes the last spare",
     )
     check_copies_every: NotNegative = Field(
         0,

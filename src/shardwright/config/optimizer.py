@@ -50,7 +50,7 @@ class OptimizerSection(RunFileSection):
     )
     state_dtype: Literal["parameters", "bf16"] = Field(
         "parameters",
-        description="type in which optimizer states are stored: that of the parameters (fp32), or bf16; either way "
+        description="type in which optimizer states are stored: the type of the parameters (fp32), or bf16; either way "
         "they are computed in the type of the parameters",
     )
     lr_scale: LrScaleSection = Field(

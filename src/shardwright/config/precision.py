@@ -39,18 +39,18 @@ class PrecisionSection(RunFileSection):
     )
     loss_scale_hysteresis: Positive = Field(
         2,
-        description="fp16 only: overflows, each of which skips its step, from which on the loss scale is halved; "
-        "counted anew when it is doubled",
+        description="fp16 only: number of overflows after which the loss scale is halved; every overflow skips its "
+        "step; counted anew when the scale is doubled",
     )
     min_loss_scale: Scale = Field(1.0, description="fp16 only: the loss scale is not halved below this power of 2")
 
     fp8: Literal["none", Fp8Recipe] = Field(
         "none",
-        description="compute the matmuls of the layers in fp8, but those of attention and routers, "
+        description="compute the matmuls of the layers in fp8, except attention and routers, "
         "with a scale for each tensor, each row, or each block of 128; on a CPU the rounding alone",
     )
     fp8_skip_layers: NotNegative = Field(
-        0, description="with fp8: so many first and so many last layers stay in `compute`"
+        0, description="with fp8: how many first layers and as many last layers stay in `compute`"
     )
     fp8_weight_gradient: bool | None = Field(
         None,
@@ -60,7 +60,7 @@ class PrecisionSection(RunFileSection):
 
     fp8_experts: bool = Field(
         False,
-        description="with fp8: routed experts are in fp8, too, but for the gradients of their weights; by rounding "
+        description="with fp8: routed experts are in fp8, too, except the gradients of their weights; by rounding "
         "alone on every device",
     )
 

@@ -53,8 +53,8 @@ class RunConfig(RunFileSection):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     memory_gib: Annotated[float, Field(gt=0)] | None = Field(
         None,
-        description="GiB that a rank has, for layout.recompute='auto'; if not given, those of its GPU, or on CPU those "
-        "of the machine over its ranks",
+        description="GiB that a rank has, for layout.recompute='auto'; if not given, the memory of its GPU, or on CPU "
+        "the memory of the machine over its ranks",
     )
     offload_path: str | None = Field(
         None,

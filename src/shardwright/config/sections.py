@@ -282,14 +282,14 @@ class DataSection(RunFileSection):
     )
     other_tokenizer: bool = Field(
         False,
-        description="take data whose tokenizer is another than that of init.weights or model.from, as a run from "
+        description="take data whose tokenizer is not the tokenizer of init.weights or model.from, as a run from "
         "random weights can; without it such data is refused, as its token ids mean other texts",
     )
     mask_boundaries: bool = Field(False, description="packed only: leave the first token of a document out of the loss")
     attention: Scope = Field(
         "sequence",
-        description="the tokens before it that a token attends to: all of the sequence, or with document those of its "
-        "own document",
+        description="the tokens before it that a token attends to: all of the sequence, or with document the tokens of "
+        "its own document",
     )
     positions: Scope = Field(
         "sequence", description="where positions restart: with each sequence, or with document also with each document"
@@ -299,12 +299,12 @@ class DataSection(RunFileSection):
         None,
         min_length=1,
         json_schema_extra=PATH,
-        description="folder on a local disk for what is read of tokens at a URL; none: ~/.cache/shardwright/tokens, or "
-        "in XDG_CACHE_HOME",
+        description="folder on a local disk for tokens that are read from a URL; none: ~/.cache/shardwright/tokens, "
+        "or in XDG_CACHE_HOME",
     )
     cache_gib: Annotated[float, Field(gt=0, le=2**40)] = Field(
         20.0,
-        description="GiB of the disk that the tokens of a data folder at a URL may occupy; what was fetched first is "
+        description="GiB of the disk that the tokens of a data folder at a URL may occupy; the parts fetched first are "
         "deleted first",
     )
 
@@ -376,7 +376,7 @@ class InitSection(RunFileSection):
         None,
         json_schema_extra=PATH,
         description="weights to begin with: a folder of Hugging Face transformers, one that `shardwright import` "
-        "wrote, a checkpoint, or a run, of which the newest one is taken",
+        "wrote, a checkpoint, or a run, whose newest checkpoint is taken",
     )
     optimizer: bool = Field(
         False, description="also take the moments of the optimizer and their step counts, which a checkpoint has"

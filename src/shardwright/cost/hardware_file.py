@@ -71,7 +71,7 @@ class GenerationTable(HardwareTable):
     pass_us: NotNegative = Field(description="of each pass: embedding, head, and choosing the batch, microseconds")
     request_us: NotNegative = Field(description="of each sequence in each pass, microseconds")
     sequence_us: NotNegative = Field(
-        description="of each sequence in a layer of a decode pass, beside its heads, microseconds"
+        description="of each sequence in a layer of a decode pass, in addition to its heads, microseconds"
     )
     cached_share: Positive = Field(
         description="of the rate of matmuls in fp32, in attention of one token of each sequence to the cache"
@@ -125,7 +125,7 @@ class RatesTable(HardwareTable):
     attention_backward: Positive = Field(description="time of attention's backward pass, relative to the forward pass")
     launch_us: NotNegative = Field(description="to start the kernels of a layer forward, microseconds")
     launch_backward: NotNegative = Field(description="the same backward, relative to it")
-    launch_ends: NotNegative = Field(description="those of embedding, head and loss, relative to a layer")
+    launch_ends: NotNegative = Field(description="to start kernels of embedding, head and loss, relative to a layer")
     step_us: NotNegative = Field(description="of a step beyond its work, microseconds")
     bucket_us: NotNegative = Field(description="to gather or reduce a block's parameters, beyond the collective")
     kernels: dict[Kernel, NotNegative] = Field(description="bytes moved for each element by our kernels; cost/speed.py")
@@ -193,7 +193,7 @@ class AcceleratorTable(HardwareTable):
     )
     lasting: Positive | None = Field(
         None,
-        description="the fraction of its best matmul rate that is kept up in training, relative to that of the "
+        description="the fraction of its best matmul rate that is kept up in training, relative to the fraction of the "
         "accelerator with the same die",
     )
     node_size: Count = Field(description="accelerators of a node")
@@ -221,8 +221,8 @@ class AcceleratorTable(HardwareTable):
     )
     host_memory_gib: Positive | None = Field(
         None,
-        description="memory of the host of a node of node_size accelerators, GiB, of which a part of a node has an "
-        "equal part; without it no layout is refused for what it keeps there",
+        description="memory of the host of a node of node_size accelerators, GiB; a part of a node has its share; "
+        "without it no layout is refused for its memory on the host",
     )
     inside: InsideTable = Field(description="links in a node")
     cores: Count | None = Field(
