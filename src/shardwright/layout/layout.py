@@ -87,13 +87,14 @@ class Layout(LayoutKeys, NumberedRanks):
                 f"layout.ep={self.ep} does not divide dp_shard x cp x tp = {self.dp_shard} x {self.cp} x "
                 f"{self.tp} = {fold}; valid: {', '.join(map(str, divisors(fold)))}"
             )
-        if self.zero == 0 and self.dp_shard > 1:
+        fits = zero_fits(self.zero, self.dp_replicate, self.dp_shard, self.cp)
+        if not fits and self.zero == 0:
             yield (
                 f"layout.zero=0 replicates parameters, gradients and optimizer states, so nothing is sharded over "
                 f"dp_shard={self.dp_shard}; set zero to 1, 2 or 3, or dp_replicate="
                 f"{self.dp_replicate * self.dp_shard} and dp_shard=1"
             )
-        if self.zero > 0 and self.dp_shard * self.cp == 1 and self.dp_replicate > 1:
+        if not fits and self.zero > 0:
             yield (
                 f"layout.zero={self.zero} shards over dp_shard x cp, which is 1, while dp_replicate="
                 f"{self.dp_replicate} only replicates; set dp_shard={self.dp_replicate} and dp_replicate=1, or zero=0"
@@ -280,6 +281,19 @@ class Layout(LayoutKeys, NumberedRanks):
             )
 
 
+def zero_fits(zero: Any, dp_replicate: Any, dp_shard: Any, cp: Any) -> Any:
+    """Return whether a stage of ZeRO fits the data ranks: stage 0 has none of dp_shard, and other stages have ranks of
+    dp_shard x cp to shard over, or a single replica. The arguments are integers, or arrays of integers, which give an
+    array of booleans."""
+    return ((zero > 0) | (dp_shard == 1)) & ((zero == 0) | (dp_shard * cp > 1) | (dp_replicate == 1))
+
+
+def batch_divides(global_batch: int, micro_batch: Any, data_ranks: Any) -> Any:
+    """Return whether every data rank has the same number of whole micro-batches of a batch. The last two arguments are
+    integers, or arrays of integers, which give an array of booleans."""
+    return global_batch % (micro_batch * data_ranks) == 0
+
+
 def accumulation(global_batch: int, micro_batch: int, data_ranks: int) -> int:
     """Return the micro-batches of a data rank in one step: global_batch / (micro_batch x data_ranks), in sequences.
 
@@ -288,7 +302,7 @@ def accumulation(global_batch: int, micro_batch: int, data_ranks: int) -> int:
     assert min(global_batch, micro_batch, data_ranks) >= 1, (global_batch, micro_batch, data_ranks)
     unit = micro_batch * data_ranks
     rounds, rest = divmod(global_batch, unit)
-    if rest:
+    if not batch_divides(global_batch, micro_batch, data_ranks):
         near = f"{rounds * unit} or {(rounds + 1) * unit}" if rounds else str(unit)
         raise LayoutError(
             f"batch.global_batch={global_batch} is not a multiple of micro_batch={micro_batch} x "

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from shardwright.layout.layout import batch_divides
 from shardwright.planner.measured_run import PredictableRun, SkippedRun, prepared
 from shardwright.planner.run_columns import MeasuredRun, columns
 from shardwright.schedule.named import ONE_F_ONE_B
@@ -141,7 +142,7 @@ def _contradictions(row: MeasuredRun) -> Iterator[str]:
             f"tp {row.tp} x pp {row.pp} x cp {row.cp} x dp_replicate {row.dp_replicate} x dp_shard {row.dp_shard} = "
             f"{world}, not accelerators={row.accelerators}"
         )
-    if row.global_batch % (row.micro_batch * data_ranks):
+    if not batch_divides(row.global_batch, row.micro_batch, data_ranks):
         each = f"micro_batch {row.micro_batch} x {data_ranks} data ranks"
         yield f"global_batch={row.global_batch} is not a multiple of {each}"
     if row.zero == 0 and row.dp_shard > 1:

@@ -38,10 +38,17 @@ from shardwright.cost.memo import numbered
 from shardwright.layout.box import DENSE_AXES
 from shardwright.layout.key import written
 from shardwright.layout.keys import KEYS
-from shardwright.layout.layout import Layout
+from shardwright.layout.layout import Layout, batch_divides, zero_fits
 from shardwright.model.spec import ModelSpec
 from shardwright.planner.choice import pairs
-from shardwright.split.rules import expert_shards_fit, expert_sizes, heads_divide, tp_divides
+from shardwright.split.rules import (
+    expert_shards_fit,
+    expert_sizes,
+    heads_divide,
+    heads_of_rank,
+    tp_divides,
+    zigzag_chunks,
+)
 from shardwright.split.stages import schedule_problems
 from shardwright.system.errors import LayoutError, nearest
 from shardwright.system.units import divisors
@@ -161,19 +168,19 @@ class CandidateRows:
     def from_degrees(job: Job, pp: int, method: str, on_host: bool) -> "CandidateRows":
         """Return the rows of pipelines of `pp` ranks; `on_host` as in `_degrees`."""
         degrees = _degrees(job.model, job.cluster.size // pp, job.seq_len, method, on_host)
-        degrees = _where(degrees, job.global_batch % (degrees["dp_replicate"] * degrees["dp_shard"]) == 0)
+        degrees = _where(degrees, batch_divides(job.global_batch, 1, degrees["dp_replicate"] * degrees["dp_shard"]))
         names = ("tp", "cp", "ep", "zero")
         kinds = np.unique(np.stack([degrees[name] for name in names]), axis=1, return_inverse=True)[1].reshape(-1)
         choices = {"micro_batch": divisors(job.global_batch), "recompute": _RECOMPUTED}
         n_choices = len(choices["micro_batch"]) * len(_RECOMPUTED)
         columns = _times(degrees, choices)
-        unit = columns["micro_batch"] * columns["dp_replicate"] * columns["dp_shard"]
-        valid = job.global_batch % unit == 0
+        data_ranks = columns["dp_replicate"] * columns["dp_shard"]
+        valid = batch_divides(job.global_batch, columns["micro_batch"], data_ranks)
         at, choice = (each[valid] for each in np.divmod(np.arange(len(valid)), n_choices))
         columns = _where(columns, valid)
         return CandidateRows(
             {"sequence_parallel": columns["tp"] > 1, **columns},
-            numbered(job.global_batch // unit[valid]),
+            numbered(job.global_batch // (columns["micro_batch"] * data_ranks[valid])),
             DistinctParts.from_numbers(at),
             DistinctParts.from_numbers(kinds[at] * n_choices + choice),
         )
@@ -211,17 +218,18 @@ def _degrees(spec: ModelSpec, n_ranks: int, seq_len: int, method: str, on_host: 
     )
     tp, cp, dp_shard, zero, ep = (found[name] for name in ("tp", "cp", "dp_shard", "zero", "ep"))
     fold = dp_shard * cp * tp
-    valid = n_ranks % fold == 0
-    valid &= np.where(zero == 0, dp_shard == 1, (dp_shard * cp > 1) | (on_host & (n_ranks == fold)))
-    valid &= fold % ep == 0
-    chunks = np.where(cp > 1, 2 * cp, 1) if method == "zigzag" else np.ones_like(cp)
-    valid &= seq_len % np.lcm(cp * tp, chunks) == 0
+    valid = (n_ranks % fold == 0) & (fold % ep == 0)
+    valid &= zero_fits(zero, n_ranks // fold, dp_shard, cp)
+    valid &= (zero == 0) | (dp_shard * cp > 1) | on_host  # otherwise ZeRO changes nothing
+    valid &= seq_len % (cp * tp) == 0
+    if method == "zigzag":
+        valid &= seq_len % zigzag_chunks(cp) == 0
     if method == "ulysses":
-        valid &= heads_divide(spec.n_heads // tp, np.maximum(1, spec.n_kv_heads // tp), cp)
+        valid &= heads_divide(*heads_of_rank(spec, tp), cp)
     if moe is not None:
         ranks = np.maximum(fold // ep, 1)
         for size in expert_sizes(spec).values():
-            valid &= expert_shards_fit(moe, size, ep, ranks) | (zero == 0) | (ep * tp == 1)
+            valid &= expert_shards_fit(moe, size, zero, tp, ep, ranks)
     found = _where(found, valid)
     return {"dp_replicate": n_ranks // (found["dp_shard"] * found["cp"] * found["tp"]), **found}
 

@@ -35,7 +35,7 @@ from shardwright.serving.models import named
 from shardwright.serving.rates import fitted
 from shardwright.serving.search import ServingLayout
 from shardwright.serving.setting import Degrees, Serving
-from shardwright.split.rules import tp_divides
+from shardwright.split.rules import experts_divide, tp_divides
 from shardwright.system.errors import InputError
 
 PUBLISHED = Path(__file__).with_name("published") / "steps.csv"
@@ -130,7 +130,7 @@ def _contradictions(row: PublishedStep) -> Iterator[str]:
                 yield f"{name}={tp}: the matrices of {row.model} cannot be partitioned into {tp} equal parts"
         if row.generation_pp > model.n_layers:
             yield f"generation_pp={row.generation_pp} is more than the {model.n_layers} layers of {row.model}"
-        if ep > 1 and (model.moe is None or model.moe.n_experts % ep):
+        if not experts_divide(model, ep):
             n = 0 if model.moe is None else model.moe.n_experts
             yield (
                 f"ep={ep} does not divide the {n} experts of {row.model}" if n else f"ep={ep} without experts; valid: 1"

@@ -24,6 +24,7 @@ from shardwright.serving.engines import ENGINES, UNNAMED, ServingEngine, engine_
 from shardwright.serving.formats import CACHE_BYTES, FORMATS, computed_in
 from shardwright.serving.models import named
 from shardwright.serving.setting import Degrees
+from shardwright.split.rules import experts_divide
 from shardwright.system.errors import InputError, nearest
 from shardwright.system.files import read_csv, reason
 
@@ -218,9 +219,9 @@ def _degrees(line: ServingTableRow, model: ModelSpec, assumed: list[str]) -> Deg
     if tp * pp * dp != n:
         raise InputError(f"tp {tp} x pp {pp} x dp {dp} = {tp * pp * dp}, not n_accelerators={n}")
     ep = int(line.ep or 1)
-    if ep > 1 and (model.moe is None or (tp * dp) % ep or model.moe.n_experts % ep):
+    if (tp * dp) % ep or not experts_divide(model, ep):
         raise InputError(f"ep {ep} does not divide the {tp * dp} ranks and the experts of the model")
-    if tp > model.n_heads or model.n_heads % tp:
+    if model.n_heads % tp:
         raise InputError(f"tp {tp} does not divide {model.n_heads} heads")
     return Degrees(tp, pp, dp, ep)
 

@@ -18,6 +18,7 @@ from shardwright.serving.memory import ServingMemory, memory
 from shardwright.serving.setting import Degrees, PassBatch, Serving, Settings
 from shardwright.serving.simulate import PassTable, Scheduler, ServedTimes, poisson, run, steady_loop
 from shardwright.serving.work import period_s
+from shardwright.split.rules import experts_divide, layers_divide
 from shardwright.system.units import divisors
 
 DENSEST_BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28)
@@ -45,7 +46,7 @@ def layouts(model: ModelSpec, cluster: Cluster) -> Iterator[ServingLayout]:
     """
     for size in divisors(cluster.size):
         for tp in divisors(size):
-            if model.n_heads % tp or tp > cluster.node_size or not _splits(model, tp):
+            if tp > cluster.node_size or not layers_divide(model, tp):
                 continue
             for dp in divisors(size // tp) if model.moe is not None else (1,):
                 pp = size // (tp * dp)
@@ -64,16 +65,8 @@ def _expert_degrees(model: ModelSpec, tp: int, dp: int) -> set[int]:
     return {
         ep
         for ep in (1, dp, ranks)
-        if ranks % ep == 0 and model.moe.n_experts % ep == 0 and model.moe.d_ffn % (ranks // ep) == 0
+        if ranks % ep == 0 and experts_divide(model, ep) and model.moe.d_ffn % (ranks // ep) == 0
     }
-
-
-def _splits(model: ModelSpec, tp: int) -> bool:
-    """Return whether every rank gets whole kv heads, or each kv head whole ranks, and an equal part of the networks."""
-    latent = model.latent_attention is not None
-    heads = latent or model.n_kv_heads % tp == 0 or tp % model.n_kv_heads == 0
-    linear = model.linear_attention is None or model.linear_attention.n_k_heads % tp == 0
-    return heads and linear and model.d_ffn % tp == 0
 
 
 def batches(most: int) -> list[int]:

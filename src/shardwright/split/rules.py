@@ -151,11 +151,13 @@ def _valid_tp(spec: ModelSpec) -> str:
 
 def tp_divides(spec: ModelSpec, tp: int) -> bool:
     """Return whether heads, kv heads, ffn features and vocabulary can be sharded over `tp` ranks."""
-    kv = spec.n_kv_heads
-    even = spec.n_heads % tp == 0 and spec.d_ffn % tp == 0 and (kv % tp == 0 or tp % kv == 0)
-    if spec.linear_attention is not None:
-        even = even and spec.linear_attention.n_k_heads % tp == 0
-    return even and _vocabulary_reaches(spec, tp)
+    return layers_divide(spec, tp) and _vocabulary_reaches(spec, tp)
+
+
+def layers_divide(spec: ModelSpec, tp: int) -> bool:
+    """Return whether heads, kv heads and ffn features can be sharded over `tp` ranks, or kv heads replicated evenly."""
+    linear = spec.linear_attention is None or spec.linear_attention.n_k_heads % tp == 0
+    return bool(heads_divide(spec.n_heads, spec.n_kv_heads, tp)) and spec.d_ffn % tp == 0 and linear
 
 
 def _vocabulary_reaches(spec: ModelSpec, tp: int) -> bool:
@@ -166,7 +168,7 @@ def _context(spec: ModelSpec, layout: Layout) -> Iterator[str]:
     degree, tp = layout.cp_ulysses, layout.tp
     if degree == 1 or not tp_divides(spec, tp):
         return
-    heads, kv = spec.n_heads // tp, max(1, spec.n_kv_heads // tp)
+    heads, kv = heads_of_rank(spec, tp)
     name = "cp" if layout.cp_method == "ulysses" else "ulysses_degree"
     if not heads_divide(heads, kv, degree):
         valid = ", ".join(str(n) for n in range(1, heads + 1) if heads_divide(heads, kv, n))
@@ -177,9 +179,15 @@ def _context(spec: ModelSpec, layout: Layout) -> Iterator[str]:
         )
 
 
+def heads_of_rank(spec: ModelSpec, tp: Any) -> tuple[Any, Any]:
+    """Return the query heads and the kv heads of a rank of tp. `tp`: an integer, or an array of integers, which gives
+    arrays."""
+    return spec.n_heads // tp, spec.n_kv_heads // tp + (spec.n_kv_heads < tp)
+
+
 def heads_divide(heads: Any, kv: Any, degree: Any) -> Any:
-    """Return whether Ulysses can partition the query and kv heads of a rank over `degree` ranks. The arguments are
-    integers, or arrays of integers, which give an array of booleans."""
+    """Return whether query heads and kv heads can be partitioned over `degree` ranks, each kv head on one of them or
+    replicated evenly. The arguments are integers, or arrays of integers, which give an array of booleans."""
     return (heads % degree == 0) & ((kv % degree == 0) | (degree % kv == 0))
 
 
@@ -190,10 +198,16 @@ def expert_sizes(spec: ModelSpec) -> dict[str, int]:
     return sizes | ({"lora.rank": spec.lora.rank} if spec.lora and adapted else {})
 
 
-def expert_shards_fit(moe: MoESpec, size: int, ep: Any, ranks: Any) -> Any:
+def experts_divide(spec: ModelSpec, ep: int) -> bool:
+    """Return whether `ep` divides the experts of the model; without experts only 1 does."""
+    return (1 if spec.moe is None else spec.moe.n_experts) % ep == 0
+
+
+def expert_shards_fit(moe: MoESpec, size: int, zero: Any, tp: Any, ep: Any, ranks: Any) -> Any:
     """Return whether ZeRO can shard the experts of a rank over `ranks` ranks: by experts, or along a dim of `size`
-    elements. `ep`, `ranks`: integers, or arrays of integers, which give an array of booleans."""
-    return ((moe.n_experts // ep) % ranks == 0) | (size % ranks == 0)
+    elements, or with other parameters if neither tp nor ep shards them. The last four arguments are integers, or arrays
+    of integers, which give an array of booleans."""
+    return ((moe.n_experts // ep) % ranks == 0) | (size % ranks == 0) | (zero == 0) | (ep * tp == 1)
 
 
 def _experts(spec: ModelSpec, layout: Layout) -> Iterator[str]:
@@ -203,7 +217,7 @@ def _experts(spec: ModelSpec, layout: Layout) -> Iterator[str]:
             yield f"layout.ep={layout.ep} shards experts, and the model has none (model.moe); leave it out"
         return
     experts = moe.n_experts
-    if experts % layout.ep:
+    if not experts_divide(spec, layout.ep):
         valid = ", ".join(map(str, divisors(experts)))
         yield (
             f"layout.ep={layout.ep} does not divide {experts} experts (model.moe.n_experts) "
@@ -222,14 +236,13 @@ def _experts(spec: ModelSpec, layout: Layout) -> Iterator[str]:
             f"the whole group; set ep above {moe.n_groups}, or place_experts_every=0"
         )
     ranks = layout.expert_dp_shard
-    if layout.zero and layout.ep * layout.tp > 1:
-        for name, size in expert_sizes(spec).items():
-            if not expert_shards_fit(moe, size, layout.ep, ranks):
-                yield (
-                    f"layout.zero={layout.zero} shards the experts of a rank over {ranks} ranks (dp_shard x cp x "
-                    f"tp / ep), which divide neither the {experts // layout.ep} experts nor {name}={size}; choose a "
-                    f"larger ep{' or another rank' if name == 'lora.rank' else ''}"
-                )
+    for name, size in expert_sizes(spec).items():
+        if not expert_shards_fit(moe, size, layout.zero, layout.tp, layout.ep, ranks):
+            yield (
+                f"layout.zero={layout.zero} shards the experts of a rank over {ranks} ranks (dp_shard x cp x tp / ep), "
+                f"which divide neither the {experts // layout.ep} experts nor {name}={size}; choose a larger ep"
+                f"{' or another rank' if name == 'lora.rank' else ''}"
+            )
 
 
 def _recomputation(spec: ModelSpec, layout: Layout, seq_len: int) -> Iterator[str]:
@@ -276,6 +289,12 @@ def _adapters(spec: ModelSpec, layout: Layout, seq_len: int) -> Iterator[str]:
         )
 
 
+def zigzag_chunks(ring: Any) -> Any:
+    """Return the chunks of a sequence in a zigzag ring of `ring` ranks: two a rank, and one in all for one rank.
+    `ring`: an integer, or an array of integers, which gives an array."""
+    return 2 * ring - (ring == 1)
+
+
 def _sequence(layout: Layout, seq_len: int) -> Iterator[str]:
     cuts = sequence_cuts(layout)
     local, rest = divmod(seq_len, cuts)
@@ -295,7 +314,7 @@ def _cuts(layout: Layout) -> dict[str, int]:
     """Return each partition of a sequence into equal parts: its description -> the number of parts."""
     found = {}
     if layout.cp_ring > 1 and layout.cp_method != "ring":
-        chunks = 2 * layout.cp_ring
+        chunks = zigzag_chunks(layout.cp_ring)
         found[f"2 x {layout.cp_ring} = {chunks} chunks (cp_method={layout.cp_method!r})"] = chunks
     shards = layout.tp if layout.token_shards else 1
     if layout.cp * shards > 1:
