@@ -18,7 +18,7 @@ from shardwright.generation.sampling import Sampling
 from shardwright.generation.score import ScoreRequest, score
 from shardwright.generation.source import open_source
 from shardwright.system.console import visible
-from shardwright.system.errors import InputError
+from shardwright.system.errors import InputError, collecting
 from shardwright.system.files import real_path
 from shardwright.training.ranks import place_from_environment
 
@@ -81,14 +81,12 @@ class ShardwrightLM(TemplateLM):
             batch_size = min(BATCH_SIZE, max_batch_size or BATCH_SIZE)
         if not str(batch_size).isdecimal() or not int(batch_size):
             problems.append(f"--batch_size {batch_size}: a number of sequences above 0, or auto, is needed")
-        try:
+        with collecting(problems):
             self.text = source.text()
             if not self.text.ends and self.text.begin is None:
                 problems.append(
                     f"{path} names no token that begins or ends a text; give eos_token_id in its config.json"
                 )
-        except InputError as error:
-            problems += error.problems
         if problems:
             raise InputError(*problems)
         self.path, self.batch_size, self.max_gen_toks = Path(path), int(batch_size), max_gen_toks

@@ -14,7 +14,7 @@ from shardwright.cli.common import (
     wrong_device,
     wrong_sizes,
 )
-from shardwright.system.errors import InputError
+from shardwright.system.errors import InputError, collecting
 from shardwright.system.units import counted, format_count
 
 
@@ -56,10 +56,8 @@ def eval(options: EvalOptions) -> None:
     if options.loss not in ("auto", "tokens", "pairs"):
         problems.append(f"--loss {options.loss}: not one of tokens, pairs")
     problems += wrong_device(options.device)
-    try:
+    with collecting(problems):
         layout = layout_of(options.layout)
-    except InputError as error:
-        problems += error.problems
     if problems:
         raise InputError(*problems)
     evaluation = evaluate(filled(EvalRequest, options, layout=layout))

@@ -25,7 +25,7 @@ from shardwright.cli.common import (
     wrong_sizes,
 )
 from shardwright.system.console import visible
-from shardwright.system.errors import InputError
+from shardwright.system.errors import InputError, collecting
 from shardwright.system.files import is_text
 from shardwright.system.units import counted, format_bytes, percent
 
@@ -101,10 +101,8 @@ def generate(options: GenerateOptions) -> None:
         )
     if options.logprobs and not options.json:
         problems.append("--logprobs prints a number for each token; add --json")
-    try:
+    with collecting(problems):
         layout = layout_of(options.layout, LAYOUT_KEYS)
-    except InputError as error:
-        problems += error.problems
     problems += wrong_device(options.device)
     if problems:
         raise InputError(*problems)

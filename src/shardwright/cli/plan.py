@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from shardwright.cli.common import console, error_console, print_json, print_text, reading_verb, show
+from shardwright.cli.common import error_console, print_answer, print_text, reading_verb, show
 from shardwright.cli.plan_asked import PlanRequest, choice_of_run, priced_of, read_request
 from shardwright.cli.plan_options import PlanOptions
 from shardwright.system.errors import InputError, LayoutError
@@ -81,13 +81,8 @@ def _evaluate(options: PlanOptions) -> None:
     from shardwright.planner.evaluate import MEASURED_RUNS, evaluate, report_lines
 
     found = evaluate(options.runs or MEASURED_RUNS)
-    if options.json:
-        print_json(found.as_json())
-    else:
-        if options.runs is None:
-            console.print(f"{MEASURED_RUNS.name}, the published runs that come with shardwright", soft_wrap=True)
-        for line in report_lines(found):
-            print_text(line)
+    titles = [f"{MEASURED_RUNS.name}, the published runs that come with shardwright"] if options.runs is None else []
+    print_answer(options.json, found.as_json(), *titles, *report_lines(found))
     if not found.rows:
         raise typer.Exit(1)
 

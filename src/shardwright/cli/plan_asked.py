@@ -10,7 +10,7 @@ from shardwright.cli.plan_goal import check_goal, training_goal
 from shardwright.cli.plan_model import find_model
 from shardwright.cli.plan_options import PRECISIONS, PlanOptions, wrong_measured, wrong_options
 from shardwright.cost.formats import FORMATS
-from shardwright.system.errors import InputError, LayoutError, nearest
+from shardwright.system.errors import InputError, LayoutError, collecting, nearest
 
 if TYPE_CHECKING:
     from shardwright.config import RunConfig
@@ -87,34 +87,22 @@ def read_request(options: PlanOptions) -> PlanRequest:
     if options.write is not None and precision in PRECISIONS:
         wrong += untrained(precision)
     spec = found = explained = fixed = goal = None
-    try:
+    with collecting(wrong):
         explained = None if options.explain is None or explains_file else read(options.explain)
-    except InputError as error:
-        wrong += error.problems
-    try:
+    with collecting(wrong):
         fixed = None if options.fix is None else read_fixed(options.fix)
-    except InputError as error:
-        wrong += error.problems
-    try:
+    with collecting(wrong):
         goal = training_goal(options, given)
-    except InputError as error:
-        wrong += error.problems
-    try:
+    with collecting(wrong):
         if config is not None:
             spec = config.spec()
         elif model is not None:
             model, spec = find_model(model, seq_len, lambda name: (name, resolve(name)))
-    except InputError as error:
-        wrong += error.problems
-    try:
+    with collecting(wrong):
         found = None if cluster is None else changed_cluster(cluster, options, options.link, options.network)
-    except InputError as error:
-        wrong += error.problems
     wrong += [] if found is None or precision not in PRECISIONS else no_peak(found, precision)
-    try:
+    with collecting(wrong):
         spec = None if spec is None else with_adapters(spec, options.lora)
-    except InputError as error:
-        wrong += error.problems
     if wrong or spec is None or found is None or global_batch is None or seq_len is None:
         raise InputError(*wrong)
     name = model if model is not None else _model_name(config, spec)

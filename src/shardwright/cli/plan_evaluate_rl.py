@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer
 
-from shardwright.cli.common import AsJson, argument, print_json, print_text, verb
+from shardwright.cli.common import AsJson, argument, print_answer, verb
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,6 @@ def plan_evaluate_rl(options: EvaluateRLOptions) -> None:
     from shardwright.rl.measured import PUBLISHED, evaluate, report_lines
 
     found = evaluate(options.steps or PUBLISHED)
-    if options.json:
-        print_json(found.as_json())
-    else:
-        for line in report_lines(found):
-            print_text(line)
+    print_answer(options.json, found.as_json(), *report_lines(found))
     if not found.rows:
         raise typer.Exit(1)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer
 
-from shardwright.cli.common import AsJson, argument, console, flag, print_json, print_text, verb
+from shardwright.cli.common import AsJson, argument, flag, print_answer, verb
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,8 @@ def plan_evaluate_serving(options: EvaluateServingOptions) -> None:
     from shardwright.serving.evaluate import MEASUREMENTS, evaluate, report_lines
 
     found = evaluate(options.runs or MEASUREMENTS)
-    if options.json:
-        print_json(found.as_json())
-    else:
-        if options.runs is None:
-            console.print(f"{MEASUREMENTS.name}, the published measurements that come with shardwright", soft_wrap=True)
-        for line in report_lines(found, options.rows):
-            print_text(line)
+    title = f"{MEASUREMENTS.name}, the published measurements that come with shardwright"
+    titles = [title] if options.runs is None else []
+    print_answer(options.json, found.as_json(), *titles, *report_lines(found, options.rows))
     if not found.rows:
         raise typer.Exit(1)

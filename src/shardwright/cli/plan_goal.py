@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwright.cli.plan_options import PlanOptions
-from shardwright.system.errors import InputError
+from shardwright.system.errors import InputError, collecting
 
 if TYPE_CHECKING:
     from shardwright.config import RunConfig
@@ -42,14 +42,10 @@ def training_goal(
         if name in prices:
             problems.append(f"--price {text}: the price of {name or 'all accelerators'} is given twice; leave one out")
         prices[name] = price
-    try:
+    with collecting(problems):
         stages = stages or _read_stages(options, config)
-    except InputError as error:
-        problems += error.problems
-    try:
+    with collecting(problems):
         operations = read_operations(options.operations or "", **_of_run_file(config))
-    except InputError as error:
-        problems += error.problems
     if problems:
         raise InputError(*problems)
     return TrainingGoal(tokens, prices, operations, stages)

@@ -8,7 +8,7 @@ import typer
 
 from shardwright.cli.common import AsJson, error_console, flag, option, reading_verb, show, wrong_place, wrong_sizes
 from shardwright.cli.plan_options import PRECISIONS
-from shardwright.system.errors import InputError, nearest
+from shardwright.system.errors import InputError, collecting, nearest
 
 if TYPE_CHECKING:
     from shardwright.rl.answers import AnswerLengths
@@ -103,21 +103,17 @@ def read_task(options: PlanRLOptions) -> "tuple[RLTask, str]":
         wrong.append(
             f"--precision {options.precision}: not one that is planned for; {nearest(options.precision, PRECISIONS)}"
         )
-    try:
+    with collecting(wrong):
         if options.model is None:
             wrong.append("--model is missing; name a preset, such as llama-3.1-8b")
         else:
             name, spec = find_model(options.model, length, named)
             spec = with_adapters(spec, options.lora)
-    except InputError as error:
-        wrong += error.problems
-    try:
+    with collecting(wrong):
         if options.cluster is None:
             wrong.append("--cluster is missing; give accelerators and how many, such as h100:8")
         else:
             machine = cluster(options.cluster, options.hardware)
-    except InputError as error:
-        wrong += error.problems
     if machine is not None:
         if options.precision in PRECISIONS:
             wrong += no_peak(machine, options.precision)
@@ -130,10 +126,8 @@ def read_task(options: PlanRLOptions) -> "tuple[RLTask, str]":
             f"--input-len {options.input_len} + --output-max {options.output_max} = {length} tokens, and {name} is "
             f"meant for {spec.max_seq_len} at most"
         )
-    try:
+    with collecting(wrong):
         answers = None if wrong else _answers(options)
-    except InputError as error:
-        wrong += error.problems
     if wrong or spec is None or machine is None or answers is None:
         raise InputError(*wrong)
     assert options.prompts is not None

@@ -15,7 +15,7 @@ from shardwright.schedule.simulate import KEPT_FOR_WEIGHT, Simulation, Times, si
 from shardwright.schedule.table import read_table, write_table
 from shardwright.schedule.trace import write_trace
 from shardwright.schedule.validate import problems
-from shardwright.system.errors import InputError, ScheduleError, nearest
+from shardwright.system.errors import InputError, ScheduleError, collecting, nearest
 
 SORTS: dict[str, Callable[[Simulation, float], float | str]] = {
     "bubble": lambda simulation, kept: simulation.bubble_rate,
@@ -131,10 +131,8 @@ def _check(options: ScheduleOptions) -> Times:
         wrong.append("--csv holds one schedule and --compare shows all; name one with --schedule")
     wrong += wrong_place("--draw", options.drawing, {".svg": "a picture is named", ".json": "a trace"})
     wrong += wrong_place("--csv", options.csv) + wrong_place("--html", options.html, {".html": "it is named"})
-    try:
+    with collecting(wrong):
         times = _times(options.times, options.comm)
-    except InputError as error:
-        wrong += error.problems
     if wrong:
         raise InputError(*wrong)
     return times

@@ -22,7 +22,7 @@ from shardwright.cli.common import (
     wrong_sizes,
 )
 from shardwright.cli.generate import BATCH_INVARIANT, EXPERT_FILES, LAYOUT_KEYS, RECORD_EXPERTS
-from shardwright.system.errors import InputError
+from shardwright.system.errors import InputError, collecting
 from shardwright.system.files import open_regular, reason
 
 
@@ -67,10 +67,8 @@ def score(options: ScoreOptions) -> None:
     from shardwright.generation.texts import TextScoreRequest, compare_texts, score_texts, scores_view
 
     problems = wrong_sizes({"--batch-size": options.batch_size}) + wrong_device(options.device)
-    try:
+    with collecting(problems):
         layout = layout_of(options.layout, LAYOUT_KEYS)
-    except InputError as error:
-        problems += error.problems
     problems += wrong_place("--record-experts", options.record_experts, EXPERT_FILES)
     if options.check and (options.record_experts or options.replay_experts):
         problems.append("--check compares choices of the routers; leave out --record-experts and --replay-experts")

@@ -36,7 +36,7 @@ from shardwright.model.spec import ModelSpec
 from shardwright.split.rules import problems as split_problems
 from shardwright.split.rules import tp_divides
 from shardwright.split.stages import schedule_problems
-from shardwright.system.errors import ConfigError, LayoutError
+from shardwright.system.errors import ConfigError, LayoutError, collecting
 from shardwright.system.remote import REMOTE
 
 
@@ -123,19 +123,15 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
     if REMOTE in (out := str(valid.get("out", ""))):
         found.append(f"out={out!r} is a URL; it is a folder of this machine: checkpoint.durable takes URLs")
     lora = valid.get("lora") or LoraSection()
-    try:
+    with collecting(found, ConfigError):
         spec = model and replace(model.spec(), lora=lora.spec)
-    except ConfigError as error:
-        found += error.problems
     spec_problems = spec.problems() if spec else []
     if spec and spec.mup and (section := valid.get("optimizer")):
         found += section.mup_problems()
     found += [f"model.{problem}" for problem in spec_problems]
     found += _lora_problems(lora, spec if not spec_problems else None, valid.get("init"))
-    try:
+    with collecting(found, LayoutError):
         layout = valid["layout"].layout() if "layout" in valid else None
-    except LayoutError as error:
-        found += error.problems
     if batch:
         found += (wrong := stage_problems(batch, valid.get("steps")))
         stages = [batch] if wrong else [batch.of_stage(stage) for stage in batch.schedule.stages]
@@ -208,10 +204,8 @@ def _batch_problems(
     """Return the broken rules of the batch of one stage; `wrong_model`: the model itself breaks rules."""
     found = list(_length_problems(spec, batch)) if spec else []
     if layout:
-        try:
+        with collecting(found, LayoutError):
             found += schedule_problems(layout, accumulation(batch.global_batch, batch.micro_batch, layout.data_ranks))
-        except LayoutError as error:
-            found += error.problems
         if spec and not wrong_model:
             found += split_problems(spec, layout, batch.seq_len)
             found += _fp8_problems(spec, layout, batch, precision)

@@ -36,7 +36,7 @@ from shardwright.layout.keys import KEYS
 from shardwright.layout.layout import Layout, accumulation
 from shardwright.split.rules import problems
 from shardwright.split.stages import schedule_problems
-from shardwright.system.errors import LayoutError
+from shardwright.system.errors import LayoutError, collecting
 
 PIPELINE = "pipeline"
 """The part of the step time in which the busiest rank of `pp` waits for other stages."""
@@ -342,10 +342,8 @@ def estimate(job: Job, layout: Layout, micro_batch: int = 1, recompute: str | No
             f"{' x '.join(DENSE_AXES)} = {degrees} = {layout.world_size} ranks, and {job.cluster.name} has "
             f"{job.cluster.size} accelerators; change the degrees so that they multiply to that"
         )
-    try:
+    with collecting(wrong, LayoutError):
         wrong += schedule_problems(layout, accumulation(job.global_batch, micro_batch, layout.data_ranks))
-    except LayoutError as error:
-        wrong += error.problems
     if wrong:
         raise LayoutError(*wrong)
     return Estimate(job, Candidates.from_layout(layout, micro_batch, recompute))

@@ -91,8 +91,13 @@ class SplitSamples(ABC):
     @abstractmethod
     def span(self, i: int) -> tuple[int, int]: ...
 
-    @abstractmethod
-    def read(self, i: int) -> tuple[np.ndarray, np.ndarray]: ...
+    def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        start, length = self.span(i)
+        tokens = np.full(self.seq_len + 1, self.split.separator_id, np.int64)
+        tokens[:length] = self.split.tokens(start, length)
+        mask = np.zeros(self.seq_len, bool)
+        mask[: length - 1] = self.split.trained(start + 1, length - 1)
+        return tokens, mask
 
     @abstractmethod
     def documents(self, i: int) -> list[int]: ...
@@ -182,14 +187,6 @@ class DocumentSamples(SplitSamples):
         start = self.split.document_start(document) + piece * self.seq_len
         return start, min(self.seq_len + 1, self.split.document_start(document + 1) - start)
 
-    def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        start, length = self.span(i)
-        tokens = np.full(self.seq_len + 1, self.split.separator_id, np.int64)
-        tokens[:length] = self.split.tokens(start, length)
-        mask = np.zeros(self.seq_len, bool)
-        mask[: length - 1] = self.split.trained(start + 1, length - 1)
-        return tokens, mask
-
     def documents(self, i: int) -> list[int]:
         """Return the numbers of tokens of sample i's document and, if there is any, of its padding."""
         length = min(self.span(i)[1], self.seq_len)
@@ -243,11 +240,8 @@ class PairSamples(SplitSamples):
         return start, self.split.document_start(answers.stop) - start
 
     def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        tokens, mask = super().read(i)
         start, length = self.span(i)
-        tokens = np.full(self.seq_len + 1, self.split.separator_id, np.int64)
-        tokens[:length] = self.split.tokens(start, length)
-        mask = np.zeros(self.seq_len, bool)
-        mask[: length - 1] = self.split.trained(start + 1, length - 1)
         begins = self.split.document_starts(start + 1, length - 1)
         mask[begins] = False  # the first token of an answer's document follows another document
         return tokens, mask

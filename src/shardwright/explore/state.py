@@ -34,7 +34,7 @@ from shardwright.optimizers import OPTIMIZERS
 from shardwright.planner.choice import Choice, PricedLayout, pairs
 from shardwright.planner.search import MARGIN, limit_bytes
 from shardwright.planner.whole_run import TrainingGoal, interruptions
-from shardwright.system.errors import InputError, nearest
+from shardwright.system.errors import InputError, collecting, nearest
 
 
 class FormField(NamedTuple):
@@ -127,18 +127,14 @@ def parse(query: str, hardware: Path | None = None) -> ParsedState:
     pin = values.pop(PIN, "")
     job = goal = choice = None
     margin = _number(values, "memory_margin", problems, low=0.0, below=1.0)
-    try:
+    with collecting(problems):
         job = _job(values, hardware)
         goal = _goal(values, job, problems)
-    except InputError as error:
-        problems += error.problems
     asked = None if problems else job
     if job is not None:
-        try:
+        with collecting(problems):
             choice = _choice(values, job)
             check(job, choice)
-        except InputError as error:
-            problems += error.problems
     pinned = None
     if pin:
         pinned = parse(urlencode([each for each in parse_qsl(pin) if each[0] != PIN]), hardware).state
@@ -261,10 +257,8 @@ def _job(values: Mapping[str, str], hardware: Path | None) -> Job:
         model = _model(text["model"], seq_len)
     except InputError as error:
         wrong += [problem.replace("--model", "model") for problem in error.problems]
-    try:
+    with collecting(wrong):
         machine = _cluster(text, hardware)
-    except InputError as error:
-        wrong += error.problems
     for key, choices in CHOICES.items():
         if text[key] not in choices:
             wrong.append(f"{key}={text[key]}: not one of the choices; {nearest(text[key], choices)}")
@@ -337,10 +331,8 @@ def _choice(values: Mapping[str, str], job: Job) -> Choice:
         if "," in text:
             wrong.append(f"{key}={text}: one value is needed, without a comma")
             continue
-        try:
+        with collecting(wrong):
             given |= layout_value(key, text)
-        except InputError as error:
-            wrong += error.problems
     if given.get("micro_batch", 1) < 1:
         wrong.append(f"micro_batch={given['micro_batch']}: sequences at a time, 1 or more")
     if wrong:

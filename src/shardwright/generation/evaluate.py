@@ -25,7 +25,7 @@ from shardwright.generation.source import Source, open_source
 from shardwright.layout.layout import Layout
 from shardwright.parallel.preference import METRICS
 from shardwright.runs.folder import REFERENCE, RUN_FILE, run_of_checkpoint
-from shardwright.system.errors import DataError, InputError
+from shardwright.system.errors import DataError, InputError, collecting
 from shardwright.system.files import is_text
 from shardwright.training.forward_backward import ForwardBackward
 from shardwright.training.ranks import place_from_environment
@@ -100,10 +100,8 @@ class _EvaluationTask:
         problems: list[str] = []
         result: dict[str, Samples] = {}
         for name, folder in self.folders.items():
-            try:
+            with collecting(problems, DataError):
                 result[name] = samples_of(open_split_of_run(folder, split, self.data), self.data, self.seq_len)
-            except DataError as error:
-                problems += error.problems
         if problems:
             raise DataError(*problems)
         return result
@@ -197,7 +195,7 @@ def evaluate(request: EvalRequest) -> LossEvaluation | None:
             f"{source.spec.max_seq_len}"
         )
     samples: dict[str, Samples] = {}
-    try:
+    with collecting(problems, DataError):
         samples = task.samples(request.split)
         for source_samples in samples.values():
             source_samples.origin(0)[0].manifest.check_vocabulary(source.spec.vocab_size)
@@ -205,8 +203,6 @@ def evaluate(request: EvalRequest) -> LossEvaluation | None:
         if request.data is not None:
             data = {f"--data {request.data}": data_folder(request.data, task.data.token_cache)}
             problems += tokenizer_problems(data, {"the model": source.weights.path})
-    except DataError as error:
-        problems += error.problems
     if task.of_pairs:
         problems += pair_loss_problems(task.preference.kind, source.spec, layout)
     if problems:

@@ -87,6 +87,16 @@ class InputError(ShardwrightError, ValueError):
         super().__init__("\n".join(problems))
 
 
+@contextmanager
+def collecting(problems: list[str], kind: type[InputError] = InputError) -> Iterator[None]:
+    """Append the problems of an error of type `kind` in the `with` block to `problems` instead of raising it, so that
+    the problems of several inputs are reported at once."""
+    try:
+        yield
+    except kind as error:
+        problems += error.problems
+
+
 class ConfigError(InputError):
     """The run file or an override of it is not valid."""
 

@@ -23,7 +23,7 @@ from shardwright.data.tokenizer import tokenizer_difference
 from shardwright.runs.folder import CHECKPOINTS, RUN_FILE, published
 from shardwright.runs.records import SamplePlace
 from shardwright.split.documents import attended_tokens
-from shardwright.system.errors import DataError
+from shardwright.system.errors import DataError, collecting
 from shardwright.system.files import find_inside
 from shardwright.training.checkpoint.manifest import (
     CheckpointManifest,
@@ -73,10 +73,8 @@ class Sources:
         opened: dict[str, list[SplitSamples]] = {"validation": []}
         problems: list[str] = []
         for split in ("train", "validation") if config.evaluation.samples else ("train",):
-            try:
+            with collecting(problems, DataError):
                 opened[split] = open_sources(config, split)
-            except DataError as error:
-                problems += error.problems
         if problems:
             raise DataError(*dict.fromkeys(problems))
         self.schedule = config.batch.schedule

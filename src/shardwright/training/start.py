@@ -32,6 +32,7 @@ from shardwright.system.errors import (
     ShardwrightError,
     SpikeError,
     WorkerError,
+    collecting,
 )
 from shardwright.system.files import real_path
 from shardwright.system.owner import problem_of_owner
@@ -281,11 +282,9 @@ def _check(config: RunConfig, alone: bool, serves: bool, with_data: bool) -> Non
     if config.profile.memory and config.device != "cpu" and not torch.cuda.is_available():
         problems.append(MEMORY_ON_CPU.format(device="no GPU here"))
     problems += _batch_problems(config) + (_machine_problems(config) if alone else [])
-    try:
+    with collecting(problems):
         if with_data:
             Sources(config)
-    except InputError as error:
-        problems += error.problems
     if with_data and not config.data.other_tokenizer:
         problems += _tokenizer_problems(config)
     out = Path(config.out)

@@ -58,7 +58,7 @@ MASK: dict[str, AnyBug] = {
     ),
     "the mask of the answers of a document is of the token that is read": UnitBug(
         Mutation(
-            f"{_SAMPLES}:DocumentSamples.read",
+            f"{_SAMPLES}:SplitSamples.read",
             "self.split.trained(start + 1, length - 1)",
             "self.split.trained(start, length - 1)",
         ),
