@@ -36,7 +36,7 @@ STALE: dict[str, AnyBug] = {
         "_head", "copy.deepcopy(trainer.spikes.state)", "trainer.spikes.state"
     ),
     "the progress in a checkpoint is that of the time of writing": _bug(
-        "_publish",
+        "_texts",
         "dataclasses.replace(save.head, tensors=records)",
         "dataclasses.replace(save.head, tensors=records, progress=dataclasses.replace(save.head.progress, "
         "samples=12 * int(next(iter(self.trainer.optimizer.state.values()))['step'])))",

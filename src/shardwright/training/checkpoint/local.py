@@ -105,9 +105,7 @@ class LocalLevel:
                 shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(f"writing {self.store.path_of(step)}: {verdict['problem']}")
         if self._first:
-            for name, text in zip(_REST, verdict["rest"], strict=True):
-                (partial / name).write_text(text, encoding="utf-8")
-            self.store.publish(step)
+            self.store.complete(step, *verdict["rest"])
 
     def steps(self, remarks: list[str]) -> list[int]:
         """Return the steps of checkpoints that are complete over all hosts. Appends warnings to `remarks`."""

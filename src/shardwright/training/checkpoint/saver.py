@@ -14,6 +14,7 @@ of compressed gradients changes in a backward pass, so it is copied at once.
 
 import copy
 import dataclasses
+import functools
 import socket
 import threading
 import time
@@ -38,7 +39,6 @@ from shardwright.training.checkpoint.manifest import (
     CheckpointManifest,
     DataRecord,
     ShardRecord,
-    TensorRecord,
     TrainingProgress,
     sha256_of_text,
 )
@@ -252,10 +252,7 @@ class Saver:
         assert self.local is not None
         copies = snapshot.make()
 
-        def rest(shards: Sequence[tuple[str, ShardRecord]]) -> list[str]:
-            return [dataclasses.replace(save.head, tensors=tensor_records(plan, shards)).text(), save.run_toml]
-
-        self.local.write(save.step, plan.pieces, copies.__getitem__, rest)
+        self.local.write(save.step, plan.pieces, copies.__getitem__, functools.partial(self._texts, save, plan))
         save.ended_s = time.monotonic()
 
     def _beside(self, save: _CheckpointInProgress, plan: CheckpointPlan, snapshot: Snapshot) -> None:
@@ -290,10 +287,14 @@ class Saver:
         shards = gathered(partial, dist.get_world_size(), self._thread.abandoned.is_set)
         if shards is None:
             return
-        records: dict[str, TensorRecord] = tensor_records(plan, shards)
-        dataclasses.replace(save.head, tensors=records).write(partial)
-        (partial / RUN_FILE).write_text(save.run_toml, encoding="utf-8")
-        self.store.publish(save.step)
+        self.store.complete(save.step, *self._texts(save, plan, shards))
+
+    def _texts(
+        self, save: _CheckpointInProgress, plan: CheckpointPlan, shards: Sequence[tuple[str, ShardRecord]]
+    ) -> list[str]:
+        """Return the manifest and the run file of a checkpoint. `shards`: the records of the shards of all ranks."""
+        records = tensor_records(plan, shards)
+        return [dataclasses.replace(save.head, tensors=records).text(), save.run_toml]
 
     def _together(self, partial: Path, act: Callable[[], None], rank: int | None = None) -> None:
         """Run `act` on every rank, or on one rank. Raises an error of any rank on every rank."""

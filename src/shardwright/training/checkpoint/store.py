@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from shardwright.runs.folder import checkpoint_name, published, step_of
+from shardwright.runs.folder import RUN_FILE, checkpoint_name, published, step_of
 from shardwright.system.errors import CheckpointError
 from shardwright.system.files import clear_leftover, publish_folder, remove
 from shardwright.system.units import format_bytes
+from shardwright.training.checkpoint.manifest import FILE_NAME as MANIFEST
 
 T = TypeVar("T")
 _PARTIAL = ".partial"
@@ -54,6 +55,12 @@ class CheckpointStore:
         partial = self.partial_of(step)
         shutil.rmtree(partial, ignore_errors=True)
         (partial / WRITTEN).mkdir(parents=True)
+
+    def complete(self, step: int, manifest: str, run_toml: str) -> None:
+        """Write the run file and the manifest, which comes last, next to the files of all ranks, and publish."""
+        for name, text in ((RUN_FILE, run_toml), (MANIFEST, manifest)):
+            (self.partial_of(step) / name).write_text(text, encoding="utf-8")
+        self.publish(step)
 
     def publish(self, step: int) -> None:
         """Publish a finished checkpoint by one rename, then delete checkpoints that are no longer kept."""
