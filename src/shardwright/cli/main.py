@@ -26,7 +26,7 @@ _USAGE_ERROR: Any = typer.BadParameter.__base__
 
 VERBS = {
     "quickstart": "Train a small model on real text found on this machine, and show what it learned.",
-    "data": "Turn text into token shards for training, and look at what is in them.",
+    "data": "Turn text into token shards for training, and show their contents.",
     "plan": "Find the fastest layout that fits, without a GPU, and explain the choice.",
     "explore": "Plan a run in the browser: move sliders, and see memory, time, schedule and messages at once.",
     "measure": "Measure this machine, so that plan knows its rates.",
