@@ -7,11 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shardwright.cost.collectives import point_to_point
 from shardwright.cost.expert_load import UnevenLoad, read_expert_load
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Job
+from shardwright.cost.optimizer_step import PLACEMENT
 from shardwright.model.presets import resolve
 from shardwright.planner.choice import PricedLayout, read
+from shardwright.planner.words import expert_load_in_words
 from shardwright.system.errors import InputError
 
 MODEL = resolve("mixtral-8x7b")
@@ -53,6 +56,44 @@ def test_experts_placed_by_their_load_lower_the_busiest_rank_and_groups_of_a_nod
     before, after = (normal.busiest(MANY, np.array([8]), placed=placed)[0] for placed in (False, True))
     assert before == pytest.approx(1.15, abs=0.01)
     assert 1 < after < 1.03
+
+
+def test_a_placement_moves_the_experts_whose_exchange_evens_the_loads():
+    loads = UnevenLoad("", by_layer=((1.75, 1.25, 0.5, 0.5), (1.0, 1.0, 1.0, 1.0)))
+    # ep=2: layer 0 exchanges one expert of each rank, layer 1 none. ep=4: an exchange of whole ranks evens nothing.
+    assert loads.moved(replace(MOE, n_experts=4), np.array([1, 2, 4])).tolist() == [0, 0.5, 0]
+
+
+SPREAD = "dp_shard=64,ep=4,zero=1"
+
+
+@pytest.mark.parametrize(
+    ("layout", "sharers"),
+    [
+        (SPREAD, 16),
+        ("dp_shard=64,ep=2,zero=3", 32),
+        ("dp_replicate=8,dp_shard=8,ep=4,zero=1", 1),  # 2 experts of a rank of ep, each whole on one rank of ZeRO
+        ("dp_replicate=16,tp=4,ep=4,zero=0", 1),
+    ],
+)
+def test_moves_of_experts_take_the_messages_of_their_states_in_each_layer(layout: str, sharers: int):
+    # The busiest rank has loads of 3.5 of ep=4 and of 4.5 of ep=2, and exchanges one expert.
+    job = replace(JOB, expert_load=UnevenLoad("", by_layer=((2.0, 1.5, 0.75, 0.25, 0.75, 0.75, 1.0, 1.0),)))
+    choices = {every: read(f"{layout},recompute=full,micro_batch=1,place_experts_every={every}") for every in (10, 20)}
+    moves = {every: PricedLayout.from_choice(job, choice).parts_s[PLACEMENT] for every, choice in choices.items()}
+    # Mixtral 8x7B: 32 layers; an expert has three matrices of 4,096 x 14,336, 12 bytes an element with Adam's states.
+    message_s = point_to_point(JOB.cluster, 3 * 4096 * 14336 * 12 / sharers, choices[10].layout.ep)
+    assert moves[10] == pytest.approx(32 / 10 * float(message_s), rel=1e-6)
+    assert moves[20] == pytest.approx(moves[10] / 2)
+
+
+def test_nothing_moves_with_even_loads_and_without_placement():
+    choice = read(f"{SPREAD},place_experts_every=10")
+    assert PricedLayout.from_choice(JOB, choice).parts_s[PLACEMENT] == 0
+    uneven = replace(JOB, expert_load=UnevenLoad("cv=0.3", 0.3))
+    assert PLACEMENT not in PricedLayout.from_choice(uneven, read(SPREAD)).parts_s
+    moving = PricedLayout.from_choice(uneven, choice)
+    assert "; moves of experts take " in expert_load_in_words(moving)
 
 
 def test_dropped_tokens_are_the_mean_above_the_capacity():

@@ -9,6 +9,7 @@ from math import ceil, log2
 import numpy as np
 import pytest
 
+from shardwright.cost.expert_load import UnevenLoad
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Job
 from shardwright.cost.ledger import NOTATION, LedgerEntry, identifier
@@ -35,6 +36,7 @@ LAYOUTS = [
     ("gpt-175b", "a100:96", 2048, "tp=8,pp=12,sequence_parallel=false"),
     ("qwen3-30b-a3b", "h100:16", 4096, "tp=2,dp_shard=8,ep=16,zero=1,recompute=full"),
     ("qwen3-30b-a3b", "h100:16", 4096, "tp=2,dp_shard=8,ep=16,zero=1,recompute=selective"),
+    ("qwen3-30b-a3b", "h100:16", 4096, "tp=2,dp_shard=8,ep=16,zero=1,place_experts_every=100"),
     ("llama-3.1-70b", "h100:64", 8192, "tp=8,pp=4,dp_shard=2,zero=1,recompute=selective,recompute_layers=3"),
     (
         "deepseek-v3",
@@ -60,7 +62,7 @@ def priced(name: str, hardware: str, seq_len: int, text: str, stack: str = "shar
     model = replace(resolve(name.removesuffix(MODULE)), mtp_modules=int(name.endswith(MODULE)))
     job = Job(
         model=model, cluster=cluster(hardware), global_batch=960, seq_len=seq_len, stack=STACKS[stack],
-        precision=precision,
+        precision=precision, expert_load=UnevenLoad("cv=0.3", 0.3) if "place_experts" in text else None,
     )  # fmt: skip
     return PricedLayout.from_choice(job, read(text))
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
-from shardwright.split.placement import home, place, rank_loads
+from shardwright.split.placement import Order, home, place, rank_loads
 from shardwright.system.errors import InputError
 from shardwright.system.files import parse_json, read_bytes, reason
 
@@ -47,6 +47,12 @@ class UnevenLoad:
         degrees, at = np.unique(ep, return_inverse=True)
         return np.array([_busiest(self, moe, int(degree), placed) for degree in degrees])[at]
 
+    def moved(self, moe: MoESpec, ep: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the experts that the rank of ep with the most leaving experts sends when experts are placed by their
+        load for the first time, (n,): a mean over layers."""
+        degrees, at = np.unique(ep, return_inverse=True)
+        return np.array([_moved(self, moe, int(degree)) for degree in degrees])[at]
+
     def dropped(self, moe: MoESpec) -> float:
         """Return the fraction of the tokens of experts that is dropped; 0 without a capacity."""
         if not moe.capacity_factor:
@@ -64,27 +70,45 @@ def _busiest(load: UnevenLoad, moe: MoESpec, ep: int, placed: bool) -> float:
     """Return `UnevenLoad.busiest` for one degree of ep. With a coefficient of variation, a placement is the mean over
     `_DRAWN` layers of drawn normal loads, whose experts are placed by these loads."""
     if load.by_layer:
-        return _mean_busiest(load.by_layer, moe, ep, placed=placed)
+        orders = _placed(load, moe, ep) if placed else [home(moe.n_experts)] * len(load.by_layer)
+        return _mean_busiest(load.by_layer, orders, moe, ep)
     deviations = NormalDist().inv_cdf((ep - 0.375) / (ep + 0.25))
     unplaced = 1 + load.cv / (moe.n_experts / ep) ** 0.5 * deviations
     unplaced = min(unplaced, ep, moe.n_experts / moe.top_k, moe.capacity_factor or np.inf)
-    if not placed:
-        return unplaced
+    return min(_mean_busiest(_layers(load, moe), _placed(load, moe, ep), moe, ep), unplaced) if placed else unplaced
+
+
+@lru_cache
+def _moved(load: UnevenLoad, moe: MoESpec, ep: int) -> float:
+    """Return `UnevenLoad.moved` for one degree of ep."""
+    before = np.array(home(moe.n_experts))
+    return fmean(int((before != after).reshape(ep, -1).sum(1).max()) for after in np.array(_placed(load, moe, ep)))
+
+
+@lru_cache
+def _placed(load: UnevenLoad, moe: MoESpec, ep: int) -> list[Order]:
+    """Return the order of each of `_layers` after its experts have been placed by these loads."""
+    before, together = home(moe.n_experts), moe.movable_together
+    return [place(layer, before, ep, together) for layer in _layers(load, moe)]
+
+
+@lru_cache
+def _layers(load: UnevenLoad, moe: MoESpec) -> Sequence[Sequence[float]]:
+    """Return the loads of the experts of each layer, with a mean of 1: the given ones, or `_DRAWN` layers of them."""
+    if load.by_layer:
+        return load.by_layer
     random = Random(0)
     drawn = [[max(0.0, random.gauss(1, load.cv)) for _ in range(moe.n_experts)] for _ in range(_DRAWN)]
-    layers = [[expert / (fmean(layer) or 1.0) for expert in layer] for layer in drawn]
-    return min(_mean_busiest(layers, moe, ep, placed=True), unplaced)
+    return [[expert / (fmean(layer) or 1.0) for expert in layer] for layer in drawn]
 
 
-def _mean_busiest(layers: Sequence[Sequence[float]], moe: MoESpec, ep: int, *, placed: bool) -> float:
+def _mean_busiest(layers: Sequence[Sequence[float]], orders: Sequence[Order], moe: MoESpec, ep: int) -> float:
     """Return the load of the busiest rank of each layer / its mean expert's load of 1, on average over layers."""
-    order, limit = home(moe.n_experts), moe.capacity_factor or np.inf
-    loads = []
-    for layer in layers:
-        after = place(layer, order, ep, moe.movable_together) if placed else order
-        computed = [min(load, limit) for load in layer]
-        loads.append(float(rank_loads(computed, after, ep).max()) / (moe.n_experts // ep))
-    return fmean(loads)
+    limit = moe.capacity_factor or np.inf
+    return fmean(
+        float(rank_loads([min(load, limit) for load in layer], order, ep).max()) / (moe.n_experts // ep)
+        for layer, order in zip(layers, orders, strict=True)
+    )
 
 
 def read_expert_load(text: str, spec: ModelSpec) -> UnevenLoad:

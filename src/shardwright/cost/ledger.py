@@ -316,6 +316,8 @@ _SYMBOLS = (
     ("n_layers layers n_experts top_k", "", "layers of the model with its MTP modules, of a rank; experts of a layer, "
      "of a token"),
     ("busiest_load", "", "load of the busiest rank of experts, as a multiple of the mean load"),
+    ("moved_experts own_experts expert_layers placed_every all_states_bytes", "", "experts of a layer that a rank "
+     "sends, and has; layers of the rank; steps between placements; bytes of a weight with its averages and states"),
     ("predictions", "", "tokens that are predicted at a position: one, and one by each MTP module"),
     ("inner expert_inner", "", "features between the matmuls of networks for all tokens, of an expert"),
     ("norms branches inputs", "", "of a layer: norms, results added to the residual stream, tensors that matmuls read"),

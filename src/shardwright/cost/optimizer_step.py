@@ -1,10 +1,11 @@
-"""Seconds of the optimizer in a step, on the device, on the host or with a disk, and of updates of whole matrices."""
+"""Seconds of the optimizer in a step, on the device, on the host or with a disk, of updates of whole matrices, and of
+moves of experts between steps."""
 
 from functools import cache
 
 import numpy as np
 
-from shardwright.cost.collectives import all_to_all
+from shardwright.cost.collectives import all_to_all, point_to_point
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.ledger import Formulas
 from shardwright.cost.matmuls import reached_flops_per_s
@@ -14,6 +15,9 @@ from shardwright.model.modules import rows
 from shardwright.model.row import flops_of_matrices
 from shardwright.model.spec import ModelSpec
 from shardwright.optimizers import OPTIMIZERS
+
+PLACEMENT = "expert placement"
+"""The part of the step time in which experts move between ranks."""
 
 
 def optimizer_step(job: Job, candidates: Candidates, held: RankParameters) -> Floats:
@@ -136,3 +140,35 @@ def _flops(spec: ModelSpec, optimizer: str, of_experts: bool) -> float:
     found = [row for row in rows(spec).values() if row.hidden and (row.kind == "expert") is of_experts]
     compute = OPTIMIZERS[optimizer].matrix_flops
     return sum(flops_of_matrices(row, compute) for row in found) / max(sum(row.numel for row in found), 1)
+
+
+def expert_moves(job: Job, candidates: Candidates, held: RankParameters) -> Floats:
+    """Return the seconds a step in which experts move between ranks of ep (`layout.place_experts_every`), (n,).
+
+    After every N steps each of L layers sends S = k Q / (L E_rank) (w + s) bytes from the rank with the most
+    leaving experts, one layer after another: L t(S) / N, with t the time of a message between two ranks of ep. Q:
+    parameters in experts on a rank of ep; E_rank: its experts; w + s: bytes of the fp32 weight, its averages and its
+    optimizer states; k: experts that a rank sends. ZeRO cuts an expert's matrices, or whole experts if its ranks divide
+    E_rank (`parallel/data.py`); then a rank sends one whole expert or more.
+
+    k is the number at the first placement, from the order of the model (`UnevenLoad.moved`); later placements of loads
+    that change little send fewer. Nothing moves with even loads. Ignored: moves home for a checkpoint, copies inside
+    the device and from the host, and that a rank sends to several ranks.
+    """
+    every, load, moe = candidates.shared.place_experts_every, job.expert_load, job.model.moe
+    if not every or load is None or moe is None:
+        return np.zeros(len(candidates))
+    own, leaving = moe.n_experts // candidates.ep, load.moved(moe, candidates.ep)
+    shards = np.where(candidates.zero > 0, candidates.expert_shards, 1)
+    whole = np.where(own % shards, 0.0, np.minimum(leaving, 1))
+    f = Formulas(
+        "B", Q=held.trained_experts, moved_experts=np.maximum(leaving / shards, whole), own_experts=own,
+        expert_layers=np.maximum(held.expert_blocks, 1), placed_every=every,
+        all_states_bytes=(1 + job.averages) * job.stack.master_bytes + job.n_matrix_states * job.state_bytes,
+    )  # fmt: skip
+    of_an_expert = f.Q / (f.expert_layers * f.own_experts)
+    n_bytes = f("experts that leave a rank, of a layer", f.moved_experts * of_an_expert * f.all_states_bytes)
+    ep = np.where(leaving > 0, candidates.ep, 1)
+    sent = point_to_point(job.cluster, n_bytes, ep, 1, "experts sent")
+    f = Formulas("s", experts_sent=sent, expert_layers=np.maximum(held.expert_blocks, 1), placed_every=every)
+    return f(PLACEMENT, f.expert_layers * f.experts_sent / f.placed_every, "layout.place_experts_every")

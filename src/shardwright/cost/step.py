@@ -26,7 +26,7 @@ from shardwright.cost.memo import (
     others,
     remembers,
 )
-from shardwright.cost.optimizer_step import optimizer_step
+from shardwright.cost.optimizer_step import PLACEMENT, expert_moves, optimizer_step
 from shardwright.cost.parameters import RankParameters
 from shardwright.cost.passes import Passes
 from shardwright.cost.reserved import ROUNDING
@@ -88,6 +88,8 @@ def step_time(job: Job, candidates: Candidates, *, simulated: bool = True, memo:
         parts[DATA] = data_parallel(job, candidates, held, m, beside)
     with ledger.section("Step"):
         parts["optimizer"] = optimizer_step(job, candidates, held)
+        if candidates.shared.place_experts_every:
+            parts[PLACEMENT] = expert_moves(job, candidates, held)
         rest = StepTime(parts, most).total_s
         share = stragglers(job, candidates)
         ledger.total("all but stragglers", parts, value=rest)

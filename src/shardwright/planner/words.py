@@ -10,6 +10,7 @@ import numpy as np
 
 from shardwright.cost.expert_load import USUAL_CV, UnevenLoad
 from shardwright.cost.job import Job
+from shardwright.cost.optimizer_step import PLACEMENT
 from shardwright.layout.key import JobSizes, written
 from shardwright.layout.keys import KEYS
 from shardwright.layout.layout import accumulation
@@ -255,7 +256,8 @@ def expert_load_in_words(priced: PricedLayout) -> str:
     load, placed = (float(job.busiest_load(np.array([layout.ep]), placed=by_load)[0]) for by_load in (False, True))
     change = ""
     if layout.place_experts_every:
-        load, change = placed, f" ({load:.2f} with layout.place_experts_every=0)"
+        moves = priced.parts_s[PLACEMENT] / priced.step_s
+        load, change = placed, f" ({load:.2f} with layout.place_experts_every=0; moves of experts take {moves:.1%})"
     elif placed < load:
         change = f" ({placed:.2f} if layout.place_experts_every places them by their load)"
     dropped = given.dropped(job.model.moe)
