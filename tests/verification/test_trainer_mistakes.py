@@ -110,7 +110,7 @@ ON_TWO_RANKS: list[tuple[tuple[str, str], int, str]] = [
     ((PARAMETERS, f"return {{n: p.float() if self.world.rank else p {NAMED}}}"), 2, "parameters are torch.float32"),
     ((PARAMETERS, f"return {{n + 'x' * self.world.rank: p {NAMED}}}"), 2, "embedding.weightx is no name of the"),
     (after(STEP, "[tokens.zero_() for tokens, _ in batch.micro_batches]"), 0, ""),
-    (after(STEP, "list(torch.utils.data.DataLoader(range(4), num_workers=1))"), 0, ""),
+    (after(STEP, "list(torch.utils.data.DataLoader(range(4), num_workers=1))"), 2, "num_workers=0"),
     (after(STEP, "import os; os.chdir('/')"), 0, ""),
     (("        dist.all_reduce(total)\n", "        self.world.rank or dist.all_reduce(total)\n"), 3, "rank"),
 ]

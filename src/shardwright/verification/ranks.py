@@ -76,7 +76,7 @@ def run_ranks(
                 for rank in range(world_size):
                     ours, theirs = multiprocessing.Pipe()
                     with theirs:
-                        process = context.Process(target=_rank, args=(rank, folder, theirs))
+                        process = context.Process(target=_rank, args=(rank, folder, theirs), daemon=True)
                         process.start()
                     workers.append(Worker(rank, process, ours, stack=_stack_file(folder, rank)))
             for worker in workers:

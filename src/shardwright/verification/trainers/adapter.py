@@ -238,7 +238,13 @@ def _not_installed(name: str, error: ModuleNotFoundError) -> InputError:
 
 
 _NEEDS_CUDA = re.compile(r"\b(cuda|nvidia|nccl|hip|gpus?|dummy base class)\b", re.IGNORECASE)
-_INITIALISED = "initialize the default process group twice"
+_REMEDIES = {
+    "initialize the default process group twice": "the process group is made before the trainer; leave out "
+    "init_process_group",
+    "daemonic processes are not allowed to have children": "a rank starts no processes; num_workers=0 lets a "
+    "DataLoader read in the rank",
+}
+"""What to do about errors of PyTorch and Python whose text contains the key."""
 
 
 def environment_error(name: str, error: BaseException) -> InputError | None:
@@ -266,8 +272,9 @@ def environment_error(name: str, error: BaseException) -> InputError | None:
         valid = [each for each in dir(error.obj) if not each.startswith("_")]
         kind = {StepBatch: "batch", World: "world"}.get(type(error.obj), "spec")
         return InputError(f"{where}: {kind} has no {error.name}; {nearest(error.name, valid)}")
-    if _INITIALISED in str(error):
-        return InputError(f"{where}: the process group is made before the trainer; leave out init_process_group")
+    for sign, remedy in _REMEDIES.items():
+        if sign in str(error):
+            return InputError(f"{where}: {remedy}")
     # PyTorch ends such a sentence with a list of all backends, CUDA among them.
     reason = (str(error).splitlines() or [""])[0].partition(" This could be because")[0]
     if isinstance(error, RuntimeError | AssertionError | NotImplementedError) and _NEEDS_CUDA.search(reason):
