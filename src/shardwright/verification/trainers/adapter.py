@@ -271,7 +271,7 @@ def environment_error(name: str, error: BaseException) -> InputError | None:
     if isinstance(error, AttributeError) and isinstance(error.obj, StepBatch | World | ModelSpec):
         valid = [each for each in dir(error.obj) if not each.startswith("_")]
         kind = {StepBatch: "batch", World: "world"}.get(type(error.obj), "spec")
-        return InputError(f"{where}: {kind} has no {error.name}; {nearest(error.name, valid)}")
+        return InputError(f"{where}: {kind} has no {error.name}; {nearest(error.name or '', valid)}")
     for sign, remedy in _REMEDIES.items():
         if sign in str(error):
             return InputError(f"{where}: {remedy}")
