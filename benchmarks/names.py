@@ -33,7 +33,7 @@ PHRASES = (
     "(?:deals?|dealt) (?:to|out|over)",
 )
 """Regular expressions of phrases that the documentation does not use; case does not matter."""
-MADE = ("docs/mutations.md", "docs/run-file.md", "docs/measured-runs.md")
+MADE = ("docs/checkers.md", "docs/mutations.md", "docs/run-file.md", "docs/measured-runs.md")
 """Pages whose words come from tests and from descriptions of keys; CHANGELOG.md keeps its entries as they were."""
 
 

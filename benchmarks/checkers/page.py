@@ -1,6 +1,6 @@
 """Write docs/checkers.md and docs/checkers.svg from the results of benchmarks/checkers/run.py.
 
-python -m benchmarks.checkers.page benchmarks/results/checkers-2026-11-27.jsonl
+python -m benchmarks.checkers.page benchmarks/results/checkers-*.jsonl
 """
 
 import json
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-from benchmarks.checkers.run import bugs
 
 DOCS = Path(__file__).parents[2] / "docs"
 CHECKS = {
@@ -20,12 +19,13 @@ CHECKS = {
 HEAD = """\
 # Which checks see a silent bug
 
-This page is made from `{source}`. Do not edit it; run `python -m benchmarks.checkers.page {source}`.
+This page is made from `benchmarks/results/checkers-*.jsonl`. Do not edit it; run
+`python -m benchmarks.checkers.page benchmarks/results/checkers-*.jsonl`.
 
-{total} bugs that a number shows are injected into Shardwright's code ([the list](mutations.md)). {n} are scored
-here: every {every}th in the order that `tests/training/bugs/tables.py` had on the day of the results; the rule was
-chosen before the results were known. Three checks compare each bug's first layout with one process of the same code, on
-a model and a batch of test size:
+Bugs that `verify` has to see are injected into Shardwright's code ([the list](mutations.md), which also has bugs that a
+resume or a unit test shows). {n} are scored here: {samples}, in the order
+that `tests/training/bugs/tables.py` had on the day of the results. The rule was chosen before the results were known.
+Three checks compare each bug's first layout with one process of the same code, on a model and a batch of test size:
 
 - curves: the losses of 50 steps of AdamW, or of the bug's optimizer, differ by more than 1e-3 of the loss;
 - parameters: after one such step a parameter differs by more than 1e-4 of its norm;
@@ -40,7 +40,7 @@ are the fraction of known bugs that the usual checks see.
 
 ![Bugs seen by each check](checkers.svg)
 
-`python -m benchmarks.checkers.run --every {every}` scores the bugs. Errors are the largest relative errors.
+`python -m benchmarks.checkers.run --every 25` scores the bugs. Errors are the largest relative errors.
 
 | family | bug | layout | type | curves | parameters | verify |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -50,12 +50,16 @@ are the fraction of known bugs that the usual checks see.
 def main() -> None:
     plt.switch_backend("svg")
     plt.rcParams["svg.hashsalt"] = "checkers"  # the same file each time
-    source = Path(sys.argv[1])
-    lines: list[dict[str, Any]] = [json.loads(line) for line in source.read_text().splitlines()]
+    results: list[list[dict[str, Any]]] = [
+        [json.loads(line) for line in Path(source).read_text().splitlines()] for source in sys.argv[1:]
+    ]
+    lines = [line for each in results for line in each]
     seen = {check: sum(line[check]["seen"] for line in lines) for check in CHECKS}
-    scores = "\n".join(f"| {words} | {seen[check]} | {len(lines)} |" for check, words in CHECKS.items())
-    numbers = [[name for _, name, _ in bugs()].index(line["bug"]) for line in lines[:2]]
-    head = HEAD.format(source=source, total=len(bugs()), n=len(lines), every=numbers[1] - numbers[0], scores=scores)
+    head = HEAD.format(
+        samples=" and ".join(f"every {first['every']}th of {first['of']}" for first, *_ in results),
+        n=len(lines),
+        scores="\n".join(f"| {words} | {seen[check]} | {len(lines)} |" for check, words in CHECKS.items()),
+    )
     rows = [
         f"| {line['family']} | {line['bug']} | {line['layout']} | {line['dtype']} | "
         f"{' | '.join(_cell(line[check]) for check in CHECKS)} |\n"

@@ -3,8 +3,9 @@
     python -m benchmarks.checkers.run --every 25 >> benchmarks/results/checkers.jsonl
 
 The bugs are those that `shardwright verify` has to see (tests/training/bugs), without the ones that crash: every 25th
-of them, in the order of tests/training/bugs/tables.py, beginning with number `--first`. A line has the bug, its first
-layout, and for each check the largest error and whether the check sees the bug:
+of them, in the order of tests/training/bugs/tables.py, beginning with number `--first`. A line has the bug, the number
+of bugs that it was taken from, its first layout, and for each check the largest error and whether the check sees the
+bug:
 
 curves: the losses of 50 steps of the run's optimizer differ from those of one process by more than 1e-3.
 parameters: after one step of the run's optimizer a parameter differs by more than 1e-4 of its norm.
@@ -76,8 +77,17 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=25, metavar="K", help="[default: %(default)s]")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="[default: %(default)s]")
     given = parser.parse_args()
-    for family, name, bug in bugs()[given.first :: given.every]:
-        line = {"family": family, "bug": name, "layout": str(bug.layouts[0]), "dtype": bug.dtype, **dict(scores(bug))}
+    every_bug = bugs()
+    for family, name, bug in every_bug[given.first :: given.every]:
+        line = {
+            "family": family,
+            "bug": name,
+            "every": given.every,
+            "of": len(every_bug),
+            "layout": str(bug.layouts[0]),
+            "dtype": bug.dtype,
+            **dict(scores(bug)),
+        }
         print(json.dumps(line), flush=True)
 
 

@@ -8,12 +8,12 @@ from torch.overrides import TorchFunctionMode
 
 
 class Float64(TorchFunctionMode):
-    """In the block float64 replaces float32 wherever code names it. Rounding of float32 would hide small errors of a
-    model in float64."""
+    """In the block float64 replaces float32 and `Tensor.bfloat16` wherever code names them. Rounding would hide small
+    errors of a model in float64. `Tensor.backward` runs without the mode, so a recomputed block has to enter it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         wide = {torch.float32: torch.float64}
-        if func is Tensor.float:
+        if func in (Tensor.float, Tensor.bfloat16):
             func = Tensor.double
         args = [wide.get(each, each) if isinstance(each, torch.dtype) else each for each in args]
         named = {key: wide.get(each, each) if key == "dtype" else each for key, each in (kwargs or {}).items()}

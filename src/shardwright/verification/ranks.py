@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -94,6 +95,18 @@ def _stack_file(folder: str, rank: int) -> Path:
     return Path(folder, f"stack-{rank}")
 
 
+def _end_with_parent() -> None:
+    """End this process, which a rank has forked, when the rank has ended; it would keep the rank's output open."""
+    rank = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == rank:
+            time.sleep(0.1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def _rank(rank: int, folder: str, connection: "Connection[Any, Any]") -> None:
     import torch
     import torch.distributed as dist
@@ -101,6 +114,9 @@ def _rank(rank: int, folder: str, connection: "Connection[Any, Any]") -> None:
     # This process's collector need not walk the server's imports, which would also copy their pages: 0.4 s of CPU a
     # rank.
     gc.freeze()
+    os.dup2(2, 1)  # the standard output is the report of the command, and a trainer or a library may print
+    pid = os.getpid()
+    os.register_at_fork(after_in_child=_end_with_parent)
     link = ParentConnection(connection)
     stack = _stack_file(folder, rank)
     file = stack.with_suffix(".tmp").open("w")  # it has to outlive this function
@@ -123,7 +139,8 @@ def _rank(rank: int, folder: str, connection: "Connection[Any, Any]") -> None:
         sys.stdout.flush()  # a rank that is done may be ended at once
         link.done(value)
     except BaseException as error:
-        link.failed(error)
+        if os.getpid() == pid:  # not in a process that the function has forked
+            link.failed(error)
     finally:
         # No orderly end: leaving gloo in order costs seconds, and all results have been sent.
         os._exit(0)

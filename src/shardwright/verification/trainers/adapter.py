@@ -24,12 +24,31 @@ from shardwright.system import extensions
 from shardwright.system.errors import ConfigError, InputError, near_path, nearest
 from shardwright.system.files import read_bytes
 
-METHODS = ("load", "step", "gradients", "parameters")
-"""The methods that a Trainer class needs."""
-ADAPTERS = ("accelerate", "deepspeed", "megatron", "shardwright", "torch", "torchtitan", "transformers")
+METHODS = {
+    "__init__": ("spec", "world"),
+    "load": ("weights",),
+    "step": ("batch",),
+    "gradients": (),
+    "parameters": (),
+}
+"""The methods that a Trainer class needs, each with its arguments after self."""
+ADAPTERS = (
+    "accelerate",
+    "accelerate_deepspeed",
+    "deepspeed",
+    "megatron",
+    "shardwright",
+    "torch",
+    "torchtitan",
+    "transformers",
+)
 """The adapters of this folder, by name."""
 PACKAGES = {"megatron": "megatron-core"}
 """The package of a module of another name."""
+
+
+class MissingOptionError(InputError, KeyError):
+    """An option that a trainer reads without a default is not set."""
 
 
 class Options(Mapping[str, Any]):
@@ -41,6 +60,8 @@ class Options(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         self.names_read.add(name)
+        if name not in self._values:
+            raise MissingOptionError(f"the trainer needs the option {name}: --set {name}=VALUE")
         return self._values[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -134,6 +155,8 @@ def axes_of(name: str) -> tuple[str, ...]:
     axes = getattr(trainer_class(name), "AXES", ("dp",))
     if isinstance(axes, str) or not axes or not all(isinstance(axis, str) for axis in axes):
         raise InputError(f'{name}: AXES={axes!r}; a tuple of the names of axes is needed, such as ("dp", "tp")')
+    if twice := [axis for axis in axes if list(axes).count(axis) > 1]:
+        raise InputError(f"{name}: AXES={axes!r}; {twice[0]} occurs more than once")
     return tuple(axes)
 
 
@@ -196,7 +219,15 @@ def trainer_class(name: str) -> type[Any]:
         there = f"; it has {', '.join(classes)}" if classes else ""
         raise InputError(f"{name}: a class named Trainer is needed{there}")
     if missing := [method for method in METHODS if not callable(getattr(kind, method, None))]:
-        raise InputError(f"{name}: class Trainer has no method {' and no '.join(missing)}; it needs {METHODS}")
+        raise InputError(f"{name}: class Trainer has no method {' and no '.join(missing)}; it needs {tuple(METHODS)}")
+    for method, arguments in METHODS.items():
+        try:
+            inspect.signature(getattr(kind, method)).bind("self", *arguments)
+        except TypeError as error:
+            raise InputError(
+                f"{name}: class Trainer is called as {method}({', '.join(('self', *arguments))}), and its method takes "
+                f"other arguments: {error}"
+            ) from None
     return kind
 
 
@@ -206,7 +237,14 @@ def _not_installed(name: str, error: ModuleNotFoundError) -> InputError:
     return InputError(f"--trainer {name}: {error}; install it: pip install {PACKAGES.get(module, module)}")
 
 
-_NEEDS_CUDA = re.compile(r"\b(cuda|nvidia|nccl|hip|gpus?)\b", re.IGNORECASE)
+_NEEDS_CUDA = re.compile(r"\b(cuda|nvidia|nccl|hip|gpus?|dummy base class)\b", re.IGNORECASE)
+_REMEDIES = {
+    "initialize the default process group twice": "the process group is made before the trainer; leave out "
+    "init_process_group",
+    "daemonic processes are not allowed to have children": "a rank starts no processes; num_workers=0 lets a "
+    "DataLoader read in the rank",
+}
+"""What to do about errors of PyTorch and Python whose text contains the key."""
 
 
 def environment_error(name: str, error: BaseException) -> InputError | None:
@@ -230,6 +268,13 @@ def environment_error(name: str, error: BaseException) -> InputError | None:
             f"{where}: {module} cannot be imported ({error}); install it, or put a stand-in {path} {offer}, in "
             f"plain PyTorch for the CPU, next to the trainer"
         )
+    if isinstance(error, AttributeError) and isinstance(error.obj, StepBatch | World | ModelSpec):
+        valid = [each for each in dir(error.obj) if not each.startswith("_")]
+        kind = {StepBatch: "batch", World: "world"}.get(type(error.obj), "spec")
+        return InputError(f"{where}: {kind} has no {error.name}; {nearest(error.name or '', valid)}")
+    for sign, remedy in _REMEDIES.items():
+        if sign in str(error):
+            return InputError(f"{where}: {remedy}")
     # PyTorch ends such a sentence with a list of all backends, CUDA among them.
     reason = (str(error).splitlines() or [""])[0].partition(" This could be because")[0]
     if isinstance(error, RuntimeError | AssertionError | NotImplementedError) and _NEEDS_CUDA.search(reason):

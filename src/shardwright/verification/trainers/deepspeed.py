@@ -139,15 +139,19 @@ class DeepSpeedTrainer:
                 return float(self.engine.train_batch(iter(batch.micro_batches)))
             total = torch.zeros(())
             for tokens_BT, targets_BT in batch.micro_batches:
-                loss = self._loss(self.engine(tokens_BT), targets_BT)
-                self.engine.backward(loss)
-                if not self.manual:
-                    self.engine.step()
-                total += loss.detach()
+                total += self._forward_backward(tokens_BT, targets_BT).detach()
             if self.manual:
                 self.engine.step()
         dist.all_reduce(total)
         return total.item() / self.data_ranks / self.n_averaged
+
+    def _forward_backward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """Return the loss of a micro-batch, after its backward pass; the last one also updates the parameters."""
+        loss = self._loss(self.engine(tokens_BT), targets_BT)
+        self.engine.backward(loss)
+        if not self.manual:
+            self.engine.step()
+        return loss
 
     def _engine(self, n_sequences: int, n_micro_batches: int) -> Any:
         """Return an engine that keeps the gradients of each step before its optimizer changes them."""
@@ -162,7 +166,7 @@ class DeepSpeedTrainer:
         if self.n_local:
             groups = split_params_into_different_moe_groups_for_optimizer(groups)
         optimizer = torch.optim.SGD(groups, momentum=0.9)
-        engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
+        engine = self._initialized(optimizer, config)
         update = engine._take_model_step
 
         def keep_and_update(*arguments: Any, **named: Any) -> Any:
@@ -171,6 +175,9 @@ class DeepSpeedTrainer:
 
         engine._take_model_step = keep_and_update
         return engine
+
+    def _initialized(self, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
+        return deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)[0]
 
     def gradients(self) -> dict[str, Any]:
         return self.last

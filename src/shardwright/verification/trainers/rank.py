@@ -4,6 +4,7 @@ Shapes: B sequences of the global batch, T tokens.
 """
 
 import math
+import numbers
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -76,8 +77,9 @@ def _train(case: TrainerCase, layout: TrainerLayout, folder: Path) -> RankTrace:
             recorder.scalar(TracedQuantity("loss", training, step + 1), _loss(trainer.step(batch)))
             gradients = _checked("gradients()", trainer.gradients(), weights, dtype, trainer.parameters())
             n_first = recorder.tensors(TracedQuantity("gradient", training, step + 1), gradients)
-            norm = trainer.gradient_norm() if hasattr(trainer, "gradient_norm") else _norm(gradients, n_first)
-            recorder.scalar(TracedQuantity("grad norm", training, step + 1), torch.as_tensor(norm))
+            given = trainer.gradient_norm() if hasattr(trainer, "gradient_norm") else _norm(gradients, n_first)
+            norm = torch.tensor(_number("gradient_norm()", given), dtype=torch.float64)
+            recorder.scalar(TracedQuantity("grad norm", training, step + 1), norm)
             parameters = _checked("parameters()", trainer.parameters(), weights, dtype)
             recorder.tensors(TracedQuantity("parameter", training, step + 1), parameters)
             read |= batch.names_read
@@ -97,7 +99,7 @@ def local_batch(
     """Return the part of a batch of this rank: of data rank `trainer.data_rank` of `trainer.data_ranks`, by default of
     each rank of the world its own."""
     ranks, rank = getattr(trainer, "data_ranks", world.size), getattr(trainer, "data_rank", world.rank)
-    if not 0 <= rank < ranks:
+    if type(rank) is not int or type(ranks) is not int or not 0 <= rank < ranks:
         raise InputError(f"data_rank={rank} of rank {world.rank}: valid are 0 to data_ranks - 1 = {ranks - 1}")
     block, rest = divmod(case.global_batch, ranks)
     n_sequences = min(case.micro_batch, block) if case.accumulates else block
@@ -116,7 +118,7 @@ def _write_weights(trainer: Any, case: TrainerCase, folder: Path) -> None:
     """Write the weights that a trainer begins with. Noise is added to a tensor whose elements are all equal, such as a
     bias of zeros, because a shard at the wrong place would not change it."""
     weights, generator = {}, torch.Generator().manual_seed(case.seed)
-    for name, tensor in _tensors("parameters()", trainer.parameters()).items():
+    for name, tensor in _tensors("parameters()", _mapping("parameters()", trainer.parameters())).items():
         whole = tensor.tensor.contiguous()
         if whole.shape != tensor.shape:
             raise InputError(
@@ -142,13 +144,24 @@ def _check_loaded(initial: Mapping[str, TensorShard], weights: Mapping[str, Tens
         )
 
 
+def _number(method: str, value: Any) -> float:
+    """Return a number that a method returned. Raises InputError for any other object."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    raise InputError(f"{method} returned {kind}; a number or a tensor with one element is needed")
+
+
 def _loss(value: Any) -> Tensor:
     """Return the loss that this rank's `step` returned; if that is None, the first other rank's."""
-    losses: list[float | None] = gathered(None if value is None else float(value), float | None)
-    known = [loss for loss in losses if loss is not None]
+    loss = None if value is None else _number("step()", value)
+    losses: list[float | None] = gathered(loss, float | None)
+    known = [each for each in losses if each is not None]
     if not known:
         raise InputError("step() returned None on every rank; the loss of the global batch is needed from one at least")
-    return torch.tensor(known[0] if value is None else float(value), dtype=torch.float64)
+    return torch.tensor(known[0] if loss is None else loss, dtype=torch.float64)
 
 
 def _checked(
@@ -160,7 +173,8 @@ def _checked(
 ) -> dict[str, TensorShard]:
     """Return the tensors that a method returned on this rank, after the ranks have compared all names and shapes with
     the initial weights. `parameters`: if gradients may be None, the parameters whose zeros replace them."""
-    here = {} if parameters is None else {name: value is None for name, value in dict(given).items()}
+    given = _mapping(method, given)
+    here = {} if parameters is None else {name: value is None for name, value in given.items()}
     missing: list[dict[str, bool]] = gathered(here, dict[str, bool])
     for name in dict.fromkeys(name for ranks in missing for name in ranks):
         without = [rank for rank, ranks in enumerate(missing) if ranks.get(name) is True]
@@ -197,9 +211,13 @@ def _checked(
     return tensors
 
 
-def _tensors(method: str, given: Any) -> dict[str, TensorShard]:
+def _mapping(method: str, given: Any) -> Mapping[str, Any]:
     if not isinstance(given, Mapping):
         raise InputError(f"{method} returned {type(given).__name__}; a dict of global names and tensors is needed")
+    return given
+
+
+def _tensors(method: str, given: Mapping[str, Any]) -> dict[str, TensorShard]:
     result: dict[str, TensorShard] = {}
     for name, value in given.items():
         if not isinstance(value, Tensor | TensorShard):
@@ -207,6 +225,10 @@ def _tensors(method: str, given: Any) -> dict[str, TensorShard]:
                 f"{method}: {name} is of type {type(value).__name__}; a whole tensor, a DTensor or "
                 f"shardwright.testing.TensorShard(tensor, offsets, shape) is needed"
             )
+        data = value.tensor if isinstance(value, TensorShard) else value
+        if data.layout != torch.strided or data.is_meta:
+            kind = "on the meta device" if data.is_meta else f"of the layout {data.layout}"
+            raise InputError(f"{method}: {name} is {kind}; a dense tensor with values is needed, as of to_dense()")
         if isinstance(value, TensorShard):
             _check_shard(method, str(name), value)
         if isinstance(value, DTensor) and any(place.is_partial() for place in value.placements):

@@ -1,37 +1,50 @@
-"""torchtitan's Trainer with a Llama 3, on CPUs: `shardwright verify --trainer torchtitan --matrix 4 --set
-batch.seq_len=512 --set model.max_seq_len=512`.
+"""torchtitan's Trainer with a Llama 3, or a Qwen3 with experts, on CPUs: `shardwright verify --trainer torchtitan
+--matrix 4 --set batch.seq_len=512 --set model.max_seq_len=512`.
 
-Axes: dp_replicate, dp_shard, cp, tp, pp. A step is `Trainer.train_step`; loss and norm are the values that it logs, and
-`gradients()` returns the gradients after clipping. The optimizer is AdamW. Options of `--set`: `spmd_backend`
-(partial_dtensor by default, or full_dtensor; torchtitan's default, spmd_types, needs a PyTorch after 2.13), `tied`
-(embedding and head), `sequence_parallel`, `load_balancer` of cp (headtail, ptrr, none), `schedule` of pp, `chunked`
-(the loss by chunks of the sequence) and `recompute` (none, selective, full). `import torchtitan` needs the package
-triton, on CPUs too. `torchtitan_cpu.py` has the stand-ins for CUDA.
+Axes: dp_replicate, dp_shard, cp, tp, pp, ep; the ranks of ep are data ranks, which torchtitan takes from dp_shard. A
+step is `Trainer.train_step`; loss and norm are the values that it logs, and `gradients()` returns the gradients after
+clipping. The optimizer is AdamW. Options of `--set`: `experts` (their number; float64 alone), `ep_over_tp` (experts
+over tp too), `spmd_backend` (partial_dtensor by default, or full_dtensor; torchtitan's default, spmd_types, needs a
+PyTorch after 2.13), `tied` (embedding and head), `sequence_parallel`, `load_balancer` of cp (headtail, ptrr, none),
+`schedule` of pp, `chunked` (the loss by chunks of the sequence), `reshard` (`fsdp_reshard_after_forward`) and
+`recompute` (none, selective, full). One process recomputes nothing. `import torchtitan` needs the package triton, on
+CPUs too. `torchtitan_cpu.py` has the stand-ins for CUDA.
 
 Shapes: B sequences, T tokens.
 """
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+from torchtitan.components.optimizer import (
+    OptimizersContainer,
+    ParamGroupConfig,
+    register_moe_load_balancing_hook,
+)
 from torchtitan.config import TORCH_DTYPE_MAP, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-from torchtitan.models import llama3
+from torchtitan.models import llama3, qwen3
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.attention import FlexAttention
-from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.common.config_utils import (
+    make_ffn_config,
+    make_gqa_config,
+    make_moe_config,
+    make_routed_experts_config,
+    make_router_config,
+)
 from torchtitan.protocols.model_spec import ModelSpec as TitanSpec
 from torchtitan.trainer import Trainer as TitanTrainer
 
@@ -40,7 +53,12 @@ from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import InputError
 from shardwright.system.torch_private import take_micro_batches
 from shardwright.verification.trainers.adapter import StepBatch, World
-from shardwright.verification.trainers.pieces import load_weights, set_environment
+from shardwright.verification.trainers.pieces import (
+    expert_problem,
+    load_weights,
+    set_environment,
+    whole_option,
+)
 from shardwright.verification.trainers.torchtitan_cpu import run_without_cuda
 
 logging.getLogger().setLevel(logging.ERROR)
@@ -87,7 +105,7 @@ class _OneMesh(TitanTrainer):
 class TorchtitanTrainer:
     """torchtitan's Trainer. The first step makes it again for the sizes of its batch."""
 
-    AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+    AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
     @staticmethod
     def problem(spec: ModelSpec, axes: Mapping[str, int], options: Mapping[str, Any]) -> str | None:
@@ -96,6 +114,8 @@ class TorchtitanTrainer:
             return f"tp={axes['tp']} does not divide n_kv_heads={spec.n_kv_heads}; --set model.n_kv_heads={axes['tp']}"
         if axes["pp"] > 1 and options.get("tied", False):
             return "torchtitan has no tied embedding with pp; leave pp or tied out"
+        if problem := expert_problem(_expert_degree(axes, options), options):
+            return problem
         if spec.n_layers + 2 < (stages := axes["pp"] * _stages_of_rank(options)):
             return f"{spec.n_layers} layers, embedding and head are not {stages} stages; --set model.n_layers={stages}"
         return None
@@ -122,6 +142,9 @@ class TorchtitanTrainer:
             for module in part.modules():
                 if isinstance(module, FSDPModule):
                     module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+                if isinstance(module, CheckpointWrapper):
+                    block = module._checkpoint_wrapped_module
+                    block.forward = _within(self.mode, block.forward)  # a backward pass runs without the mode
         dims = self.trainer.parallel_dims
         self.data_ranks = dims.dp_replicate * dims.dp_shard
         self.data_rank = dims.get_mesh("batch").get_local_rank() if dims.dp_enabled else 0
@@ -167,7 +190,26 @@ class TorchtitanTrainer:
         return norm
 
     def parameters(self) -> dict[str, Any]:
-        return {name: p for part in self.trainer.model_parts for name, p in part.named_parameters()}
+        return {
+            name.replace("_checkpoint_wrapped_module.", ""): p
+            for part in self.trainer.model_parts
+            for name, p in part.named_parameters()
+        }
+
+
+def _within(mode: Callable[[], AbstractContextManager[Any]], call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `call` within a mode of its own."""
+
+    def call_within(*arguments: Any, **named: Any) -> Any:
+        with mode():
+            return call(*arguments, **named)
+
+    return call_within
+
+
+def _expert_degree(axes: Mapping[str, int], options: Mapping[str, Any]) -> int:
+    """Return the number of ranks that share the experts: of ep, and of tp too with `ep_over_tp`."""
+    return axes["ep"] * (axes["tp"] if options.get("ep_over_tp", False) else 1)
 
 
 def _stages_of_rank(options: Mapping[str, Any]) -> int:
@@ -189,8 +231,9 @@ def _config(spec: ModelSpec, world: World, sizes: tuple[int, int, int]) -> Any:
     recompute = options.get("recompute", "none")
     if recompute not in _RECOMPUTE:
         raise InputError(f"recompute={recompute}: valid: {', '.join(_RECOMPUTE)}")
-    if recompute == "selective" and dtype == "float64":  # the type of every reference
-        raise InputError("recompute=selective: torchtitan's policy does not know float64; valid: none, full")
+    n_experts = whole_option(options, "experts")
+    if n_experts and dtype != "float64":
+        raise InputError(f"experts={n_experts}: torchtitan multiplies experts in bfloat16; leave out --dtype {dtype}")
     if options.get("spmd_backend") == "spmd_types":
         raise InputError(
             f"spmd_backend=spmd_types: fully_shard of PyTorch {torch.__version__} refuses its parameters; valid: "
@@ -200,12 +243,12 @@ def _config(spec: ModelSpec, world: World, sizes: tuple[int, int, int]) -> Any:
     named: Any = {"dtype": dtype, "mixed_precision_param": dtype, "mixed_precision_reduce": dtype}
     return TitanTrainer.Config(
         model_spec=TitanSpec(
-            name="llama3",
+            name="qwen3" if n_experts else "llama3",
             flavor="small",
-            model=_model(spec, options.get("tied", False)),
-            parallelize_fn=llama3.parallelize_llama,
+            model=_model(spec, options.get("tied", False), n_experts),
+            parallelize_fn=qwen3.parallelize_qwen3 if n_experts else llama3.parallelize_llama,
             pipelining_fn=llama3.pipeline_llm,
-            post_optimizer_build_fn=None,
+            post_optimizer_build_fn=register_moe_load_balancing_hook if n_experts else None,
             state_dict_adapter=None,
         ),
         tokenizer=_Made(_none),
@@ -221,61 +264,81 @@ def _config(spec: ModelSpec, world: World, sizes: tuple[int, int, int]) -> Any:
         ),
         training=TrainingConfig(
             local_batch_size=local_batch,
-            global_batch_size=n_sequences * n_micro_batches * axes["dp_replicate"] * axes["dp_shard"],
+            global_batch_size=n_sequences * n_micro_batches * axes["dp_replicate"] * axes["dp_shard"] * axes["ep"],
             seq_len=n_tokens,
             disable_cuda_graphs=True,
             **named,
         ),
         parallelism=ParallelismConfig(
             data_parallel_replicate_degree=axes["dp_replicate"],
-            data_parallel_shard_degree=axes["dp_shard"],
+            data_parallel_shard_degree=axes["dp_shard"] * axes["ep"],  # torchtitan takes the ranks of ep from dp_shard
             context_parallel_degree=axes["cp"],
             context_parallel_load_balancer=None if balancer == "none" else balancer,
             tensor_parallel_degree=axes["tp"],
+            expert_parallel_degree=_expert_degree(axes, options),
+            fsdp_reshard_after_forward=options.get("reshard", "default"),
             enable_sequence_parallel=options.get("sequence_parallel", True),
             pipeline_parallel_degree=axes["pp"],
             pipeline_parallel_microbatch_size=n_sequences,
             pipeline_parallel_schedule=options.get("schedule", "1F1B"),
             spmd_backend=options.get("spmd_backend", "partial_dtensor"),
         ),
-        activation_checkpoint=_RECOMPUTE[recompute],
+        activation_checkpoint=None if world.size == 1 else _RECOMPUTE[recompute],  # one process recomputes nothing
         debug=DebugConfig(seed=world.seed, enable_structured_logging=False),
         loss=ChunkedLossWrapper.Config(loss_fn=loss) if options.get("chunked", False) else loss,
     )
 
 
-def _model(spec: ModelSpec, tied: bool) -> Any:
-    """Return the configuration of a Llama 3 of these sizes. `tied`: embedding and head are one matrix."""
-    width, vocabulary = spec.d_model, spec.vocab_size
+def _model(spec: ModelSpec, tied: bool, n_experts: int) -> Any:
+    """Return the configuration of a Llama 3 of these sizes, or of a Qwen3 whose layers have `n_experts` experts, two
+    for each token, and a shared expert. `tied`: embedding and head are one matrix."""
+    width, hidden, vocabulary = spec.d_model, spec.d_ffn, spec.vocab_size
     init, norm_init = {"weight": partial(nn.init.normal_, std=0.05)}, {"weight": nn.init.ones_}
     norm = RMSNorm.Config(normalized_shape=width, param_init=norm_init)
+    head_norm = RMSNorm.Config(normalized_shape=width // spec.n_heads, param_init=norm_init)
     rope = ComplexRoPE.Config(dim=width // spec.n_heads, max_seq_len=spec.max_seq_len)
-    layers = [
-        llama3.Llama3TransformerBlock.Config(
+    block: Any = qwen3.Qwen3TransformerBlock if n_experts else llama3.Llama3TransformerBlock
+    model: Any = qwen3.Qwen3Model if n_experts else llama3.Llama3Model
+
+    def layer() -> Any:
+        ffn = make_ffn_config(dim=width, hidden_dim=hidden, w1_param_init=init, w2w3_param_init=init)
+        router: Any = {"score_func": "softmax", "route_norm": True, "gate_param_init": init}
+        shared: Any = {"num_experts": n_experts, "top_k": 2}
+        experts = {"param_init": dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), init["weight"])}
+        mixture = make_moe_config(
+            num_experts=n_experts,
+            router=make_router_config(dim=width, **shared, **router),
+            routed_experts=make_routed_experts_config(
+                dim=width, hidden_dim=hidden, comm_backend="standard", **shared, **experts
+            ),
+            shared_experts=ffn,
+        )
+        return block.Config(
             attention_norm=copy(norm),
             ffn_norm=copy(norm),
             attention=make_gqa_config(
                 dim=width,
                 n_heads=spec.n_heads,
                 n_kv_heads=spec.n_kv_heads,
+                head_dim=width // spec.n_heads,
                 wqkv_param_init=init,
                 wo_param_init=init,
                 inner_attention=FlexAttention.Config(),
                 fuse_qkv=True,
                 rope=copy(rope),
+                qk_norm=head_norm if n_experts else None,
             ),
-            feed_forward=make_ffn_config(dim=width, hidden_dim=spec.d_ffn, w1_param_init=init, w2w3_param_init=init),
+            **{"moe": mixture} if n_experts else {"feed_forward": ffn},
         )
-        for _ in range(spec.n_layers)
-    ]
-    return llama3.Llama3Model.Config(
+
+    return model.Config(
         dim=width,
         vocab_size=vocabulary,
         enable_weight_tying=tied,
         tok_embeddings=Embedding.Config(num_embeddings=vocabulary, embedding_dim=width, param_init=init),
         norm=norm,
         lm_head=Linear.Config(in_features=width, out_features=vocabulary, param_init=init),
-        layers=layers,
+        layers=[layer() for _ in range(spec.n_layers)],
     )
 
 

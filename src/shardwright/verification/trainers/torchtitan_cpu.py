@@ -1,7 +1,8 @@
 """Stand-ins that let torchtitan run on CPUs with gloo. This file imports nothing of this package.
 
-torchtitan takes CUDA where PyTorch has no accelerator, compiles FlexAttention, which has no backward pass on CPUs, and
-reads the memory of its device. `run_without_cuda` replaces these; model, parallelism, loss and step stay torchtitan's.
+torchtitan takes CUDA where PyTorch has no accelerator, compiles FlexAttention, which has no backward pass on CPUs,
+multiplies experts by a kernel that has no float64, and reads the memory of its device. `run_without_cuda` replaces
+these; model, routing, parallelism, loss and step stay torchtitan's.
 """
 
 import sys
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_mask
 from torchtitan.components import metrics
 from torchtitan.models.common.attention import FlexAttention
+from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.tools import utils
 
 
@@ -42,6 +44,17 @@ def dense_attention(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa), None
 
 
+def grouped_matmul(experts: GroupedExperts, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
+    """Stands for `torch._grouped_mm`: multiply the rows of each expert by its matrix.
+
+    `A`: (rows, in), sorted by expert; `B_t`: (experts, in, out); `offs`: (experts,), the end of each expert's rows.
+    Returns (rows, out).
+    """
+    ends = offs.tolist()
+    assert ends[-1] == len(A)
+    return torch.cat([A[i:j] @ B for i, j, B in zip([0, *ends], ends, B_t, strict=False)])
+
+
 def run_without_cuda() -> None:
     """Replace CUDA in torchtitan, until the process ends. Call it after all imports of torchtitan: its modules import
     the names of the device."""
@@ -55,4 +68,5 @@ def run_without_cuda() -> None:
     utils.get_local_device = lambda: torch.device("cpu")
     metrics.build_device_memory_monitor = CpuMemory
     FlexAttention.compiled_flex_attn = staticmethod(dense_attention)
+    GroupedExperts._grouped_mm = grouped_matmul
     torch.compiler.set_stance("force_eager")  # block masks are made by a compiled function
