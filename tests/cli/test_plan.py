@@ -13,9 +13,11 @@ from shardwright.config import load
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Job
 from shardwright.model.presets import PRESETS
+from shardwright.planner.alternatives import Alternative
 from shardwright.planner.batches import tried
-from shardwright.planner.choice import read
+from shardwright.planner.choice import PricedLayout, read
 from shardwright.planner.simplicity import complexity
+from shardwright.planner.words import verdict
 from tests.cli.imports import help_imports_nothing_heavy, runs_without
 from tests.cli.plans import EXAMPLES, REAL, SMALL, TIED, TINY, document, plan
 
@@ -111,6 +113,10 @@ def test_the_cheapest_plan_takes_fewer_accelerator_hours_on_a_part_of_the_cluste
     assert part["accelerators"] < whole["accelerators"]
     seconds = [each["recommended"]["step_s"] * each["accelerators"] for each in (whole, part)]
     assert seconds[1] < seconds[0]
+    requested = part["requested"]
+    assert (requested["cluster"], requested["accelerators"]) == (whole["cluster"], whole["accelerators"])
+    assert requested["recommended"]["step_s"] == whole["recommended"]["step_s"]
+    assert whole["requested"] is None
     assert load(tmp_path / "run.toml").layout.layout().world_size == part["accelerators"]
     shown = plan(*asked, "--prefer", "cheapest").output
     assert f"{part['accelerators']} of the 4 accelerators take" in shown
@@ -275,6 +281,13 @@ def test_a_plan_prints_as_a_table_and_shows_html_in_a_notebook():
     assert f"{result.recommended.choice}</td>" in result._repr_html_()  # type: ignore[attr-defined]
     layouts = [line.split()[-1] for line in str(result).splitlines() if "micro_batch=" in line]
     assert len(layouts) == len(set(layouts))
+
+
+def test_a_layout_that_is_as_fast_in_the_digits_that_are_shown_has_no_change_of_zero():
+    taken = PricedLayout.from_choice(
+        Job(model=PRESETS["debug"], cluster=cluster("h100:2"), seq_len=128, global_batch=16), read("tp=2")
+    )
+    assert verdict(taken, Alternative("another", taken, None), 1e9) == "as fast"
 
 
 def test_the_memory_of_the_host_that_an_offload_needs_is_a_row():

@@ -119,8 +119,10 @@ def _search(asked: PlanRequest, options: PlanOptions) -> None:
         others = [] if taken is None else [*runners_up(result), *well_known(result)]
         batches = near_batches(result, margin, processes)
         instead = [] if taken is not None else remedies(asked.job, options.memory_margin, asked.fixed)
-    near = [{"global_batch": each.global_batch, "saved": each.saved} for each in batches]
-    data = plan_document(result, asked.name, own, others, instead, asked.goal) | {"near_batches": near}
+    data = None
+    if options.json:  # its numbers with other loads of experts take time
+        near = [{"global_batch": each.global_batch, "saved": each.saved} for each in batches]
+        data = plan_document(result, whole, asked.name, own, others, instead, asked.goal) | {"near_batches": near}
     searched = SearchedPlan(result, whole, asked.name, own, others, batches, instead, margin, asked.goal, took_s)
     view = plan_view(searched, data)
     # The reader of the output may close it early (`| head`), so files are written before anything is printed.

@@ -66,20 +66,24 @@ def layout_document(priced: PricedLayout, limit_bytes: float, goal: TrainingGoal
 
 def plan_document(
     plan: Plan,
+    whole: Plan,
     name: str,
     own: Alternative | None,
     alternatives: list[Alternative],
     remedies: list[PlanRemedy],
     goal: TrainingGoal | None,
 ) -> dict[str, Any]:
-    """Return the whole plan. `best`: the fastest layouts that fit, each with the layouts of equal cost (`equals`).
-    `recommended`: a layout that ties with the first of `best` (it may be the first), or the layout of --prefer;
-    `remarks` has the reason. `simplest`: the simplest layout near the first. `run_file`: the run file's own layout,
-    `own`, if one was given. `alternatives`: the best layouts of other kinds, with `slower` as a share of the
-    recommended layout's time. If no layout fits, `nearest` and `remedies` list changes that would make one fit."""
+    """Return the whole plan. `whole`: the plan of all requested accelerators; if `plan` is of a part of them
+    (--prefer cheapest), `requested` has the cluster of `whole` and its recommended layout. `best`: the fastest layouts
+    that fit, each with the layouts of equal cost (`equals`). `recommended`: a layout that ties with the first of `best`
+    (it may be the first), or the layout of --prefer; `remarks` has the reason. `simplest`: the simplest layout near the
+    first. `run_file`: the run file's own layout, `own`, if one was given. `alternatives`: the best layouts of other
+    kinds, with `slower` as a share of the recommended layout's time. If no layout fits, `nearest` and `remedies` list
+    changes that would make one fit."""
     taken = plan.recommended
     found = {
         **job_document(plan.job, name, plan.limit_bytes),
+        "requested": None if whole is plan else _requested(whole),
         "fixed": None if plan.fixed is None else dict(plan.fixed.values),
         "n_layouts": plan.survey.n_layouts,
         "n_fit": len(plan.pool),
@@ -101,6 +105,14 @@ def plan_document(
         found["nearest"] = {"text": str(nearest), "peak_bytes": plan.survey.nearest_bytes}
         found["nearest"]["lacks"] = shortage(plan.job, nearest, plan.survey.nearest_bytes, plan.limit_bytes)
         found["remedies"] = [each.what for each in remedies]
+    return found
+
+
+def _requested(whole: Plan) -> dict[str, Any]:
+    taken, cluster = whole.recommended, whole.job.cluster
+    found: dict[str, Any] = {"cluster": cluster.name, "accelerators": cluster.size, "recommended": None}
+    if taken is not None:
+        found["recommended"] = {"text": str(taken.choice), "step_s": taken.step_s, "peak_bytes": taken.peak_bytes}
     return found
 
 

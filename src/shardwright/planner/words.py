@@ -156,10 +156,11 @@ def fewer_accelerators(part: Plan, whole: Plan) -> str:
 
 
 def verdict(best: PricedLayout, other: Alternative, limit_bytes: float) -> str:
-    """Return by how much an alternative is slower, or by how much it does not fit: `+38 %`."""
+    """Return by how much an alternative is slower, `+38.0%`, or `as fast` within rounding, or by how much it does not
+    fit."""
     slower = other.slower(best)
     if slower is not None:
-        return f"{slower:+.1%}"
+        return "as fast" if other.as_fast(best) else f"{slower:+.1%}"
     assert other.nearest is not None
     return f"does not fit: {shortage(best.job, *other.nearest, limit_bytes)}"
 

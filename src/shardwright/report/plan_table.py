@@ -1,11 +1,13 @@
 """The plan that the Python API returns: it prints as a table, and a notebook shows it as an HTML table."""
 
 import io
+from typing import Any
 
 from rich.console import Console
 
+from shardwright.planner.alternatives import Alternative
 from shardwright.planner.search import Plan
-from shardwright.planner.words import compared, remarks, worth_a_row
+from shardwright.planner.words import compared, remarks, verdict, worth_a_row
 from shardwright.system.units import format_bytes, format_count
 from shardwright.view.document import BYTES, NUMBER, SECONDS, WORDS, Column, Note, Part, Table
 from shardwright.view.html import fragment
@@ -42,21 +44,22 @@ class PlanTable(Plan):
         notes = remarks(self) if self.recommended is not None else []
         return [Note(title), Table(_COLUMNS, self._rows()), *map(Note, notes)]
 
-    def _rows(self) -> list[tuple[str, float | None, str, float, str]]:
+    def _rows(self) -> list[tuple[Any, ...]]:
         taken, nearest = self.recommended, self.survey.nearest
         if taken is None:
             return [("nothing fits; nearest", None, "", self.survey.nearest_bytes, str(nearest))]
-        named = [(name, each.priced) for name, each in compared(self)]
-        choices = {each.choice for _, each in named if each is not None}
-        others = [(f"number {n}", each) for n, each in worth_a_row(self.best, taken) if each.choice not in choices]
+        named = compared(self)
+        choices = {each.choice for _, each in named}
+        listed = [(f"number {n}", Alternative("", each, None)) for n, each in worth_a_row(self.best, taken)]
+        others = [(name, each) for name, each in listed if each.choice not in choices]
         return [
             (
                 name,
-                each.step_s,
-                "" if each.choice == taken.choice else f"{each.step_s / taken.step_s - 1:+.1%}",
-                each.peak_bytes,
+                each.priced.step_s,
+                verdict(taken, each, self.limit_bytes) if each.choice != taken.choice else "",
+                each.priced.peak_bytes,
                 str(each.choice),
             )
             for name, each in [*named, *others]
-            if each is not None
+            if each.priced is not None
         ]

@@ -90,7 +90,7 @@ class SearchedPlan:
 
 
 def plan_view(searched: SearchedPlan, data: Any) -> VerbDocument:
-    """Return the document of a plan. `data`: its JSON document."""
+    """Return the document of a plan. `data`: its JSON document, or None if only the text or the page is needed."""
     job, asked = searched.plan.job, searched.whole.job.cluster
     found = searched.plan.recommended is not None
     on = asked.name if searched.whole is searched.plan else f"{job.cluster.size} of {asked.size} in {asked.name}"
