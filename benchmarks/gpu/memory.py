@@ -11,7 +11,6 @@ of allocated memory, or its allocator's share makes it further than 3 % from the
 
 import argparse
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -276,11 +275,9 @@ def main() -> None:
         sys.exit(0 if options.list else f"no pair is named {' or '.join(options.only)}")
     if options.mock is None:
         parser.error("MOCK is missing: the folder that benchmarks/gpu/mock/build.py has filled")
-    from setting import environment
+    from setting import start_on_mock
 
-    wanted = environment(options.mock.resolve())
-    if os.environ.get("LD_PRELOAD") != wanted["LD_PRELOAD"]:
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
+    start_on_mock(options.mock)
     sys.exit(not run_pairs(options, pairs))
 
 

@@ -148,6 +148,7 @@ class Part:
             "metrics.every": 1,
             "evaluation.samples": 0,
             **settings,
+            **({} if self.mock is None else step.on_mock),
         }
 
     def fresh(self, name: str) -> Path:

@@ -15,7 +15,8 @@ class Step:
     runs; in it OUT is the folder of results, WORK one for runs, TOKENS the data. `needs`: modules without which the
     step is skipped. `kernels`: whether it is skipped on the mock, which has neither kernels nor CUDA graphs. `after`:
     whether it begins when the steps before it have ended, also where some run together. `saves`: whether the run ends
-    with a checkpoint, of 12 bytes a parameter.
+    with a checkpoint, of 12 bytes a parameter. `on_mock`: keys with other values on the mock, where memory of the host
+    is used as on a GPU.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Step:
     after: bool = False
     saves: bool = False
     environment: dict[str, str] = field(default_factory=dict)
+    on_mock: Settings = field(default_factory=dict)
 
 
 BF16 = {"precision.compute": "bf16"}
@@ -164,9 +166,10 @@ def rest() -> list[Step]:
     )
     generate = (*SHARDWRIGHT, "generate", "WORK/1.7b-offload-optimizer", "--prompt", "import os")
     chunks = {"layout.recompute": "full", "layout.loss_chunk_tokens": 4096}
+    on_cpu = {"layout.offload_optimizer": "cpu"}
     return [
         Step("1.7b-offload-activations", 70, LARGE | {"layout.offload_activations": "cpu"}, 8),
-        Step("1.7b-offload-optimizer", 80, LARGE | {"layout.offload_optimizer": "cpu"}, 6, saves=True),
+        Step("1.7b-offload-optimizer", 80, LARGE | on_cpu, 6, saves=True, on_mock={"model.preset": "smollm2-135m"}),
         Step("1b-32k", 80, LONG | chunks, 6),
         Step("2.6b-soft-caps", 90, CAPPED | chunks, 6),
         Step("2.4b-experts", 70, EXPERTS, 8),

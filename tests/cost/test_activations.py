@@ -216,13 +216,13 @@ def test_scores_with_a_soft_cap_are_in_memory_where_no_kernel_caps_them():
             with ledger.record() as entries:
                 of_type = replace(job(spec, SHARDWRIGHT, seq_len), precision=precision)
                 activations.layer(of_type, one(2, tp=2), replace(block, window=0))
-            assert [entry.value for entry in entries if entry.what == "capped scores"] == in_memory_bytes
+            assert [entry.value for entry in entries if entry.what == "scores in rows"] == in_memory_bytes
     usp = Layout(cp=4, cp_method="usp", ulysses_degree=2)
     both = replace(one(), shared=usp).take(np.zeros(3, dtype=int))
     both = replace(both, cp=np.array([4, 2, 4]))  # rings of 2, 1 and 2 ranks
-    assert job(spec, SHARDWRIGHT, seq_len).caps_in_memory(both).tolist() == [1, 0, 1]
+    assert job(spec, SHARDWRIGHT, seq_len).scores_in_memory(both, 0).tolist() == [1, 0, 1]
     windowed = next(block for block in blocks(spec) if block.window)
     with ledger.record() as entries:
         activations.layer(job(spec, SHARDWRIGHT, 8 * seq_len), one(cp=2), windowed)
-    (scores,) = (entry.value for entry in entries if entry.what == "capped scores")
+    (scores,) = (entry.value for entry in entries if entry.what == "scores in rows")
     assert scores == 3 * 4 * 512 * (4096 - 1 + 512) * 8

@@ -32,6 +32,7 @@ PEAKS: dict[str, tuple[str, tuple[int, int, int], str, dict[str, Any]]] = {
     "gradient of the head in fp32": ("gpt2", (1024, 2, 2), "fp32", {}),
     "gradient of the head's input": ("llama-3.1-8b", (8192, 2, 1), "bf16", {"tp": 2}),
     "block that is on its way in the head": ("llama-3.1-8b", (8192, 2, 1), "bf16", {"dp_shard": 2, "zero": 3}),
+    "scores of a ring in fp32": ("llama-3.2-1b", (16384, 1, 1), "fp32", {"cp": 2, "recompute": "full"}),
 }
 
 

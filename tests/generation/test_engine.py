@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from shardwright.generation import cache
 from shardwright.generation.batch import RaggedBatch, SequenceSegment
 from shardwright.generation.continuous import Batcher
 from shardwright.generation.engine import WholeEngine
@@ -77,6 +78,12 @@ def tokens_of_linear_layers_are_those_without_a_cache() -> None:
             results += engine.run([RaggedBatch([segment], tokens[start:stop], [stop - start])])
         expected_TV = whole_model(LINEAR)(torch.tensor([tokens]))[0]
         torch.testing.assert_close(torch.cat(results), expected_TV, rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
+def test_a_continuation_in_parts_of_a_few_queries_is_that_of_the_whole_sequence(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cache, "ROWS_TOGETHER", 4)
+    a_long_continuation_is_that_of_the_whole_sequence(GROUPED)
 
 
 @pytest.mark.parametrize("spec", [WINDOWS, CHUNKS], ids=["windows", "chunks"])

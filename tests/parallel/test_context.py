@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwright.model.attention import causal_attention
-from shardwright.model.blocks import DENSE, FLASH_CPU, FLASH_CUDA, kernel_for, merge
+from shardwright.model.blocks import FLASH_CPU, FLASH_CUDA, ROWS, kernel_for, merge
 from shardwright.parallel import ring
 from tests.distributed import run_ranks
 from tests.mutation import Mutation, mutated
@@ -206,7 +206,7 @@ def blocks_like_a_rings(attend_kernel: Any, dtype: torch.dtype, device: str, seq
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("kernel", [FLASH_CPU, DENSE], ids=["flash on cpu", "dense"])
+@pytest.mark.parametrize("kernel", [FLASH_CPU, ROWS], ids=["flash on cpu", "dense"])
 def test_a_kernels_blocks_put_together_are_dense_attention(kernel: Any, kv_heads: int):
     found = blocks_like_a_rings(kernel, torch.float64, "cpu", SEQ_LEN, kv_heads)
     assert max(errors(found, one_process(Case("zigzag", 2, 1, kv_heads=kv_heads))).values()) < 1e-13
@@ -214,7 +214,7 @@ def test_a_kernels_blocks_put_together_are_dense_attention(kernel: Any, kv_heads
 
 def test_dense_blocks_of_16_bits_are_computed_in_32():
     exact = one_process(GROUPED[0])
-    found = errors(blocks_like_a_rings(DENSE, torch.bfloat16, "cpu", SEQ_LEN, 2), exact)
+    found = errors(blocks_like_a_rings(ROWS, torch.bfloat16, "cpu", SEQ_LEN, 2), exact)
     single = errors(forward_backward(causal_attention, *(x.bfloat16() for x in inputs(GROUPED[0]))), exact)
     assert all(found[name] < 1.5 * single[name] for name in found)
 
@@ -227,7 +227,7 @@ def test_blocks_on_a_gpu_put_together_are_dense_attention_in_float64(dtype: torc
     case = Case("zigzag", 2, 1, kv_heads=kv_heads)
     seq_len = 1040  # more than one tile of the kernel, and halves that no tile divides
     kernel = kernel_for(torch.empty(1, 4, 8, WIDTH, dtype=dtype, device="cuda"))
-    assert kernel is (FLASH_CUDA if dtype.itemsize == 2 else DENSE)
+    assert kernel is (FLASH_CUDA if dtype.itemsize == 2 else ROWS)
     exact = forward_backward(dense, *inputs(case, seq_len))
     found = errors(blocks_like_a_rings(kernel, dtype, "cuda", seq_len, kv_heads), exact)
     if dtype.itemsize > 2:

@@ -27,7 +27,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "benchmarks/gpu"), str(RO
 from cases import CASES, Case  # noqa: E402
 from nccl_log import read_log  # noqa: E402
 from run_file import toml  # noqa: E402
-from setting import environment  # noqa: E402
+from setting import start_on_mock  # noqa: E402
 
 import shardwright.cli.main  # noqa: E402
 import shardwright.cli.train  # noqa: E402
@@ -207,9 +207,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave runs, outputs and logs of NCCL there")
     parser.add_argument("--list", action="store_true", help="print the names and end")
     options = parser.parse_args()
-    wanted = environment(options.mock.resolve())
-    if os.environ.get("LD_PRELOAD") != wanted["LD_PRELOAD"]:
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
+    start_on_mock(options.mock)
     cases = [*chosen(options.only)]
     if options.list or not cases:
         print("\n".join(case.name for case in (cases or CASES)))

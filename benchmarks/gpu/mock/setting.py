@@ -1,5 +1,7 @@
 """The variables with which a program sees the devices of the mock."""
 
+import os
+import sys
 from pathlib import Path
 
 
@@ -18,3 +20,10 @@ def environment(mock: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(Path(__file__).parents[3] / "src"),
     }
+
+
+def start_on_mock(mock: Path) -> None:
+    """Start this program again with the variables, unless it has them: libraries are replaced when a process starts."""
+    wanted = environment(mock.resolve())
+    if os.environ.get("LD_PRELOAD") != wanted["LD_PRELOAD"]:
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})

@@ -357,23 +357,25 @@ def _attention(job: Job, candidates: Candidates, f: Formulas, block: BlockShape)
         working = working + 4 * f.T * f.scanned + f.gathered_maps
     if stored:
         working = working + 2 * f.T * f.s * f.heads / f.tp * f.e
-    elif not linear and np.any(in_memory := job.caps_in_memory(candidates)):
-        _capped_scores(job, candidates, f, block, in_memory)
-        working = working + f.capped_scores
+    elif not linear and np.any(in_memory := job.scores_in_memory(candidates, block.window)):
+        _scores_in_rows(job, candidates, f, block, in_memory)
+        working = working + f.scores_in_rows
     f("working of attention", working, "gradients, and inputs gathered over tp and cp")
 
 
-def _capped_scores(job: Job, candidates: Candidates, f: Formulas, block: BlockShape, in_memory: Ints) -> None:
-    """Add the bytes of scores with a soft cap, of the rows of a sequence that are computed together: in the backward
-    pass the scores, the slope of the cap and the gradient, in fp32. The keys are a rank's share over cp, at most a
+def _scores_in_rows(job: Job, candidates: Candidates, f: Formulas, block: BlockShape, in_memory: Ints) -> None:
+    """Add the bytes of the scores of the rows of a sequence that are computed together: in the backward pass the
+    scores, the slope of a soft cap and the gradient, in fp32 or wider. The keys are a rank's share over cp, at most a
     window and the rows. Ignored: that documents have fewer keys, and the mask of one byte, which all heads share."""
     keys = job.seq_len / candidates.cp
     rows = np.minimum(keys, min(block.window or ROWS_TOGETHER, ROWS_TOGETHER))
     if block.window:
         keys = np.minimum(keys, block.window if block.chunked else block.window - 1 + rows)
     f.add(rows_together=rows * in_memory, keys_together=keys)
-    three = f.constant(3) * 4 * f.rows_together * f.keys_together * (f.heads / f.tp)
-    f("capped scores", three, "scores, slope and gradient in fp32; model/blocks.py")
+    n_tensors = f.constant(3 if job.model.attention_softcap else 2)
+    wide_bytes = max(4.0, job.element_bytes)
+    scores = n_tensors * wide_bytes * f.rows_together * f.keys_together * (f.heads / f.tp)
+    f("scores in rows", scores, "scores, slope of a soft cap and gradient; model/blocks.py")
 
 
 def _networks(job: Job, f: Formulas, *, gated: bool, frozen: bool) -> None:

@@ -19,7 +19,7 @@ from shardwright.cost.hardware import Cluster
 from shardwright.cost.stack import SHARDWRIGHT, SHARDWRIGHT_COMPILED, Stack
 from shardwright.layout.keys import KEYS, RECOMPUTE
 from shardwright.layout.layout import Layout
-from shardwright.model.pieces import refuses_fused_caps
+from shardwright.model.pieces import scores_in_rows
 from shardwright.model.spec import ModelSpec
 from shardwright.optimizers import OPTIMIZERS, OptimizerKind
 from shardwright.schedule.registry import Kind
@@ -134,19 +134,21 @@ class Job:
                 f"not its own and how fast an update is there; say them in a hardware file"
             )
 
-    def caps_in_memory(self, candidates: "Candidates") -> Ints:
-        """Return 1 for each candidate that computes the scores of attention with a soft cap in memory, some rows at a
-        time, and 0 for each that has them in a kernel, or has no soft cap."""
+    def scores_in_memory(self, candidates: "Candidates", window: int) -> Ints:
+        """Return 1 for each candidate that computes the scores of attention in a layer with a `window` (0: none) in
+        memory, some rows at a time, and 0 for each that has them in a kernel."""
         model, chip = self.model, self.cluster.accelerator
-        if not model.attention_softcap or self.stack.caps_in_kernel:
+        if self.stack.caps_in_kernel:
             return np.zeros_like(candidates.cp)
         rings, places = np.unique(candidates.cp_ring, return_inverse=True)
         refused = [
-            refuses_fused_caps(
+            scores_in_rows(
                 gpu=not chip.is_cpu,
                 element_bytes=self.element_bytes,
-                width=model.head_dim,
+                width=model.qk_dim,
+                softcap=model.attention_softcap > 0,
                 sinks=model.attention_sinks,
+                windows=window > 0,
                 cp=int(ring),
             )
             for ring in rings

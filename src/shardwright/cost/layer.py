@@ -261,7 +261,7 @@ def _fused(f: Formulas, job: Job, candidates: Candidates, block: BlockShape) -> 
     It computes the half of the scores that is not masked, but whole blocks on the diagonal, at a fraction of the peak
     that grows with the head width and the length. Within documents it computes the scores of each document, with
     document_tokens instead of s; with a window w, w (2 s - w) / s of the scores of s tokens; with n whole chunks of w
-    and one of r, (n w^2 + r^2) / s. If a soft cap is in no kernel (`Job.caps_in_memory`), scores are computed in
+    and one of r, (n w^2 + r^2) / s. If no kernel has the scores (`Job.scores_in_memory`), scores are computed in
     fp32, some rows at a time, and each operation on them reads and writes them. A kernel with a soft cap is priced as
     one without; no GPU has measured it.
     """
@@ -274,7 +274,7 @@ def _fused(f: Formulas, job: Job, candidates: Candidates, block: BlockShape) -> 
         of_chunks = (whole * f.window + (length - whole) * (length - whole)) / length
         of_window = f.window * (2 * length - f.window) / length
         length = f.let("attended_tokens", of_chunks if block.chunked else of_window)
-    in_memory = job.caps_in_memory(candidates)
+    in_memory = job.scores_in_memory(candidates, block.window)
     edge: Floats | int = 64
     if np.any(in_memory):
         f.add(edge=np.where(in_memory, ROWS_TOGETHER / 2, edge))

@@ -38,7 +38,7 @@ from shardwright.model.documents import Documents
 from shardwright.model.latent_attention import LatentAttention
 from shardwright.model.linear_attention import GatedDeltaNet, LinearState
 from shardwright.model.piece_attention import AttentionRule, OwnKeys, PieceAttention
-from shardwright.model.pieces import AttentionPiece
+from shardwright.model.pieces import ROWS_TOGETHER, AttentionPiece
 from shardwright.parallel.norm import local_part
 
 
@@ -110,16 +110,17 @@ class LayerCache:
         for segment, q_THC in zip(batch.segments, q_NHC.split(_lengths(batch)), strict=True):
             k_1KSC, v_1KSC = (x[segment.slot, :, : segment.stop].unsqueeze(0) for x in (keys, values))
             q_1HTC = q_THC.transpose(0, 1).unsqueeze(0)
-            o_1HTC = _attention(q_1HTC, k_1KSC, v_1KSC, _causal_mask(segment, q_THC.device), scale)
-            parts.append(o_1HTC[0].transpose(0, 1))
+            for piece in _whole_piece(segment).cut(ROWS_TOGETHER):  # so that masks are linear in the sequence
+                q, k, v = q_1HTC[:, :, piece.rows], k_1KSC[:, :, piece.columns], v_1KSC[:, :, piece.columns]
+                o_1HTC = _attention(q, k, v, _causal_mask(piece, q_THC.device), scale)
+                parts.append(o_1HTC[0].transpose(0, 1))
         return torch.cat(parts)
 
     def _attend_in_blocks(self, q_NHC: Tensor) -> Tensor:
         parts = []
         for segment, q_THC in zip(self.cache.batch.segments, q_NHC.split(_lengths(self.cache.batch)), strict=True):
             k_1SKC, v_1SKC = (x[segment.slot, :, : segment.stop].transpose(0, 1).unsqueeze(0) for x in self.tensors)
-            piece = AttentionPiece(slice(0, segment.length), slice(0, segment.stop), causal=True, shift=segment.start)
-            parts.append(_attend_pieces(q_THC, k_1SKC, v_1SKC, AttentionRule(), (piece,)))
+            parts.append(_attend_pieces(q_THC, k_1SKC, v_1SKC, AttentionRule(), (_whole_piece(segment),)))
         return torch.cat(parts)
 
 
@@ -264,11 +265,16 @@ def _lengths(batch: RaggedBatch) -> list[int]:
     return [segment.length for segment in batch.segments]
 
 
-def _causal_mask(segment: SequenceSegment, device: torch.device) -> Tensor | None:
-    """Return the tokens that each token of a segment attends to, (T, S); None for all."""
-    if segment.length == 1:
+def _whole_piece(segment: SequenceSegment) -> AttentionPiece:
+    """Return the attention of the new tokens of a sequence to all its tokens."""
+    return AttentionPiece(slice(0, segment.length), slice(0, segment.stop), causal=True, shift=segment.start)
+
+
+def _causal_mask(piece: AttentionPiece, device: torch.device) -> Tensor | None:
+    """Return the tokens that each token of a piece attends to, (T, S); None for all."""
+    if not piece.hides_late:
         return None
-    return torch.ones(segment.length, segment.stop, dtype=torch.bool, device=device).tril(segment.start)
+    return torch.ones(piece.n_rows, piece.n_columns, dtype=torch.bool, device=device).tril(piece.shift)
 
 
 def _attention(q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:

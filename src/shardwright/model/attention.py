@@ -17,7 +17,7 @@ from shardwright.model.documents import Documents
 from shardwright.model.matmul import Linear
 from shardwright.model.norm import head_norm
 from shardwright.model.piece_attention import AttentionRule, piece_attention
-from shardwright.model.pieces import refuses_fused_caps
+from shardwright.model.pieces import scores_in_rows
 from shardwright.model.recompute import part
 from shardwright.model.rotary import rotate
 from shardwright.model.spec import ModelSpec
@@ -120,9 +120,9 @@ def attend(
 ) -> Tensor:
     """Return the attention of every token to itself and to earlier tokens, of its document if given, by `rule`;
     (B, T, H, C)."""
-    if rule is None and is_batch_invariant():
+    if rule is None and (is_batch_invariant() or not is_fused(q_BTHC, AttentionRule())):
         rule = AttentionRule()
-    if rule is not None and rule.softcap and not is_batch_invariant() and fuses_caps(q_BTHC, rule):
+    if rule is not None and rule.softcap and not is_batch_invariant() and is_fused(q_BTHC, rule):
         return capped_attention(q_BTHC, k_BTKC, v_BTKC, documents, rule)
     if rule is not None:
         return piece_attention(q_BTHC, k_BTKC, v_BTKC, documents, rule)
@@ -131,13 +131,16 @@ def attend(
     return document_attention(q_BTHC, k_BTKC, v_BTKC, documents.lengths)
 
 
-def fuses_caps(q_BTHC: Tensor, rule: AttentionRule) -> bool:
-    """Return whether one kernel computes a soft cap for queries of this device, type and width."""
-    refused = refuses_fused_caps(
+def is_fused(q_BTHC: Tensor, rule: AttentionRule) -> bool:
+    """Return whether kernels compute attention by a rule without scores in memory, for queries of this device, type
+    and width."""
+    refused = scores_in_rows(
         gpu=device_type(q_BTHC) == "cuda",
         element_bytes=q_BTHC.element_size(),
         width=q_BTHC.shape[-1],
+        softcap=rule.softcap > 0,
         sinks=rule.sinks_H is not None,
+        windows=rule.window > 0,
     )
     return refused is None
 

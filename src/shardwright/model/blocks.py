@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwright.model import varlen
 from shardwright.model.device_type import device_type
-from shardwright.model.pieces import ROWS_TOGETHER, AttentionPiece
+from shardwright.model.pieces import ROWS_TOGETHER, AttentionPiece, refuses_flash
 from shardwright.system.torch_private import (
     flash_attention_cpu,
     flash_attention_cpu_backward,
@@ -41,21 +41,16 @@ class Kernel(NamedTuple):
     """q_BHTC, k_BKSC, v_BKSC, mask -> o_BHTC, lse_BHT"""
     gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Mask], tuple[Tensor, Tensor, Tensor]]
     """do_BHTC, q_BHTC, k_BKSC, v_BKSC, o_BHTC, lse_BHT, mask -> dq_BHTC, dk_BKSC, dv_BKSC"""
-    cuts: bool = False
-    """Whether scores are in memory, so that a piece is computed some rows at a time even if nothing is hidden."""
 
 
 def kernel_for(q_BHTC: Tensor, softcap: float = 0.0) -> Kernel:
     """Return the kernel for the device, dtype and head width of the queries; no other code chooses one. With a
     `softcap` scores s are softcap tanh(s / softcap)."""
     if softcap:
-        return Kernel(partial(_dense_attend, softcap=softcap), partial(_dense_gradient, softcap=softcap), cuts=True)
+        return Kernel(partial(_rows_attend, softcap=softcap), partial(_rows_gradient, softcap=softcap))
     if device_type(q_BHTC) == "cpu":
         return FLASH_CPU
-    width = q_BHTC.shape[-1]
-    if q_BHTC.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256:
-        return FLASH_CUDA
-    return DENSE
+    return FLASH_CUDA if refuses_flash(q_BHTC.element_size(), q_BHTC.shape[-1]) is None else ROWS
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -80,7 +75,7 @@ def attend(
             yield varlen.attend(q_1HNC, k_1KMC, v_1KMC, together)
         return
     kernel = kernel_for(q_1HNC, softcap)
-    for piece, mask in _with_masks(pieces, kernel, q_1HNC.device):
+    for piece, mask in _with_masks(pieces, q_1HNC.device):
         k, v = k_1KMC[:, :, piece.columns], v_1KMC[:, :, piece.columns]
         yield piece.rows, *kernel.attend(q_1HNC[:, :, piece.rows], k, v, mask)
 
@@ -101,18 +96,16 @@ def gradients(
             yield varlen.gradient(do_1HNC, q_1HNC, k_1KMC, v_1KMC, o_1HNC, lse_1HN, together)
         return
     kernel = kernel_for(q_1HNC, softcap)
-    for piece, mask in _with_masks(pieces, kernel, q_1HNC.device):
+    for piece, mask in _with_masks(pieces, q_1HNC.device):
         do, q, o, lse = (x[:, :, piece.rows] for x in (do_1HNC, q_1HNC, o_1HNC, lse_1HN))
         k, v = k_1KMC[:, :, piece.columns], v_1KMC[:, :, piece.columns]
         yield piece.rows, piece.columns, *kernel.gradient(do, q, k, v, o, lse, mask)
 
 
-def _with_masks(
-    pieces: Sequence[AttentionPiece], kernel: Kernel, device: torch.device
-) -> Iterator[tuple[AttentionPiece, Mask]]:
+def _with_masks(pieces: Sequence[AttentionPiece], device: torch.device) -> Iterator[tuple[AttentionPiece, Mask]]:
     """Yield pieces with their masks, cut so that memory grows with the number of keys and not with its square."""
     for piece in pieces:
-        if not kernel.cuts and (piece.is_triangle or not (piece.hides_early or piece.hides_late)):
+        if piece.is_triangle or not (piece.hides_early or piece.hides_late):
             yield piece, piece.is_triangle
             continue
         for part in piece.cut(min(piece.window or ROWS_TOGETHER, ROWS_TOGETHER)):
@@ -199,16 +192,56 @@ def _dense_scores(q_BHTC: Tensor, k_BKSC: Tensor, mask: Mask, softcap: float) ->
     s_BKGTS = q_BKGTC @ k_BK1SC.mT
     if softcap:
         s_BKGTS = s_BKGTS.div_(softcap).tanh_().mul_(softcap)
-    if mask is not False:
-        if mask is True:
-            mask = torch.ones(s_BKGTS.shape[-2:], dtype=torch.bool, device=s_BKGTS.device).tril()
+    if isinstance(mask, Tensor):
         s_BKGTS.masked_fill_(~mask, float("-inf"))
     return s_BKGTS, q_BKGTC, k_BK1SC
 
 
-def _dense_attend(
+def _some_rows(q_BHTC: Tensor, k_BKSC: Tensor, mask: Mask) -> Iterator[tuple[slice, slice, Mask]]:
+    """Yield queries, the keys that some of them read, and the mask of both, `ROWS_TOGETHER` queries at a time."""
+    rows, columns = slice(0, q_BHTC.shape[2]), slice(0, k_BKSC.shape[2])
+    for part in AttentionPiece(rows, columns, causal=mask is True).cut(ROWS_TOGETHER):
+        if isinstance(mask, bool):
+            yield part.rows, part.columns, _mask(part, q_BHTC.device) if part.hides_late else False
+        else:
+            yield part.rows, part.columns, mask[part.rows]
+
+
+def _rows_attend(
     q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, mask: Mask, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
+    parts = [
+        _dense_attend(q_BHTC[:, :, rows], k_BKSC[:, :, columns], v_BKSC[:, :, columns], part_mask, softcap)
+        for rows, columns, part_mask in _some_rows(q_BHTC, k_BKSC, mask)
+    ]
+    o_BHTC, lse_BHT = (torch.cat(each, 2) for each in zip(*parts, strict=True))
+    return o_BHTC, lse_BHT
+
+
+def _rows_gradient(
+    do_BHTC: Tensor,
+    q_BHTC: Tensor,
+    k_BKSC: Tensor,
+    v_BKSC: Tensor,
+    o_BHTC: Tensor,
+    lse_BHT: Tensor,
+    mask: Mask,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype, wide = q_BHTC.dtype, accumulator_dtype(q_BHTC.dtype)
+    dk_BKSC, dv_BKSC = (torch.zeros_like(x_BKSC, dtype=wide) for x_BKSC in (k_BKSC, v_BKSC))
+    parts = []
+    for rows, columns, part_mask in _some_rows(q_BHTC, k_BKSC, mask):
+        do, q, o, lse = (x[:, :, rows] for x in (do_BHTC, q_BHTC, o_BHTC, lse_BHT))
+        k, v = k_BKSC[:, :, columns], v_BKSC[:, :, columns]
+        dq, dk, dv = _dense_gradient(do, q, k, v, o, lse, part_mask, softcap)
+        parts.append(dq.to(dtype))
+        dk_BKSC[:, :, columns] += dk
+        dv_BKSC[:, :, columns] += dv
+    return torch.cat(parts, 2), dk_BKSC.to(dtype), dv_BKSC.to(dtype)
+
+
+def _dense_attend(q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, mask: Mask, softcap: float) -> tuple[Tensor, Tensor]:
     s_BKGTS, _, _ = _dense_scores(q_BHTC, k_BKSC, mask, softcap)
     lse_BKGT = s_BKGTS.logsumexp(-1)
     o_BKGTC = s_BKGTS.sub_(lse_BKGT.unsqueeze(-1)).exp_() @ v_BKSC.to(s_BKGTS.dtype).unsqueeze(2)
@@ -223,12 +256,13 @@ def _dense_gradient(
     o_BHTC: Tensor,
     lse_BHT: Tensor,
     mask: Mask,
-    softcap: float = 0.0,
+    softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients in the accumulator type."""
     s_BKGTS, q_BKGTC, k_BK1SC = _dense_scores(q_BHTC, k_BKSC, mask, softcap)
     # d softcap tanh(x / softcap) / dx = 1 - tanh^2; hidden scores have no gradient.
     slope = 1 - (s_BKGTS / softcap).nan_to_num(neginf=0).square_() if softcap else None
-    kv_heads, wide, dtype = k_BKSC.shape[1], s_BKGTS.dtype, q_BHTC.dtype
+    kv_heads, wide = k_BKSC.shape[1], s_BKGTS.dtype
     lse_BKGT, do_BKGTC, o_BKGTC = (x.to(wide).unflatten(1, (kv_heads, -1)) for x in (lse_BHT, do_BHTC, o_BHTC))
     p_BKGTS = s_BKGTS.sub_(lse_BKGT.unsqueeze(-1)).exp_()
     dv_BKSC = (p_BKGTS.mT @ do_BKGTC).sum(2)
@@ -237,9 +271,10 @@ def _dense_gradient(
     ds_BKGTS = ds_BKGTS if slope is None else ds_BKGTS.mul_(slope)
     dq_BKGTC = ds_BKGTS @ k_BK1SC * q_BHTC.shape[-1] ** -0.5
     dk_BKSC = (ds_BKGTS.mT @ q_BKGTC).sum(2)  # q is scaled already
-    return dq_BKGTC.flatten(1, 2).to(dtype), dk_BKSC.to(dtype), dv_BKSC.to(dtype)
+    return dq_BKGTC.flatten(1, 2), dk_BKSC, dv_BKSC
 
 
 FLASH_CPU = Kernel(_cpu_attend, _cpu_gradient)
 FLASH_CUDA = Kernel(_cuda_attend, _cuda_gradient)
-DENSE = Kernel(_dense_attend, _dense_gradient)
+ROWS = Kernel(_rows_attend, _rows_gradient)
+"""Scores are in memory, of `ROWS_TOGETHER` queries at a time."""

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 ROWS_TOGETHER = 512
-"""The most queries of a masked piece that a kernel without windows computes at a time."""
+"""The most queries that are computed at a time where the mask or the scores of a piece are in memory."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,42 @@ def first_keys(lengths: tuple[int, ...], window: int = 0, chunked: bool = False)
     return first_N.astype(np.int32)
 
 
-def refuses_fused_caps(*, gpu: bool, element_bytes: float, width: int, sinks: bool, cp: int = 1) -> str | None:
-    """Return why a layer with a soft cap is computed some rows at a time, or None if one kernel computes it
-    (`flex.py`). `width`: of a head; `element_bytes`: of the type of matmuls; `cp`: ranks that pass keys to each other,
-    `Layout.cp_ring`."""
+def refuses_flash(element_bytes: float, width: int) -> str | None:
+    """Return why the flash attention of GPUs that returns a log-sum-exp refuses heads of `width` elements of
+    `element_bytes` each, or None."""
+    if element_bytes != 2:
+        return "flash attention of GPUs is in 16 bits"
+    if width % 8 or width > 256:
+        return f"flash attention of GPUs needs heads of at most 256 elements, a multiple of 8, and they have {width}"
+    return None
+
+
+def scores_in_rows(
+    *,
+    gpu: bool,
+    element_bytes: float,
+    width: int,
+    softcap: bool = False,
+    sinks: bool = False,
+    windows: bool = False,
+    cp: int = 1,
+) -> str | None:
+    """Return why scores of a layer are in memory, `ROWS_TOGETHER` queries at a time, or None if they are in a kernel
+    only. Both ways take memory linear in the sequence.
+
+    `width`: of the queries of a head; `element_bytes`: of the type of matmuls; `windows`: or chunks; `cp`: ranks that
+    pass keys to each other, `Layout.cp_ring`."""
+    if softcap:
+        return _refuses_fused_caps(gpu=gpu, element_bytes=element_bytes, width=width, sinks=sinks, cp=cp)
+    if not gpu:
+        return None
+    if windows or sinks or cp > 1:
+        return refuses_flash(element_bytes, width)
+    return "no fused attention of GPUs is in 64 bits" if element_bytes == 8 else None
+
+
+def _refuses_fused_caps(*, gpu: bool, element_bytes: float, width: int, sinks: bool, cp: int) -> str | None:
+    """Return why `flex.py` does not compute a layer with a soft cap, or None."""
     if not gpu:
         return "FlexAttention has no gradients on CPUs"
     if element_bytes != 2:

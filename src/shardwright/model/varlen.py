@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwright.model.device_type import device_type, to_device
-from shardwright.model.pieces import AttentionPiece
+from shardwright.model.pieces import AttentionPiece, refuses_flash
 from shardwright.system.torch_private import flash_attention_pieces, flash_attention_pieces_backward
 
 ALL = slice(None)
@@ -51,8 +51,7 @@ def _window(piece: AttentionPiece) -> dict[str, int]:
 
 def has_varlen(q: Tensor) -> bool:
     """Return whether PyTorch has variable-length attention for a tensor's device, type and head width (last dim)."""
-    width = q.shape[-1]
-    return device_type(q) == "cuda" and q.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
+    return device_type(q) == "cuda" and refuses_flash(q.element_size(), q.shape[-1]) is None
 
 
 def cumulative(lengths: list[int], device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend
 from shardwright.config import RunConfig
 from shardwright.cost.hardware import Accelerator, packaged_accelerators
 from shardwright.cost.pools import MAPPED_BYTES
-from shardwright.model.pieces import refuses_fused_caps
+from shardwright.model.pieces import scores_in_rows
 from shardwright.system.torch_private import fused_attention_choice
 
 _ATTENTION = {
@@ -73,22 +73,27 @@ def accelerator_of_name(name: str) -> Accelerator | None:
 
 
 def attention_kernels(config: RunConfig, device: torch.device) -> str | None:
-    """Describe the kernels of a run's attention: with a soft cap FlexAttention, or why not, otherwise the kernels that
-    PyTorch selects. None if there is no choice: on a CPU, and without a soft cap over ranks of cp and within documents.
-    """
+    """Describe the kernels of a run's attention: why scores are in memory, or with a soft cap FlexAttention, otherwise
+    the kernels that PyTorch selects. None if there is no choice: on a CPU, and without scores in memory over ranks of
+    cp and within documents."""
     layout, spec = config.layout.layout(), config.spec()
     if device.type != "cuda":
         return None
     dtype = DTYPES[config.precision.compute]
+    refused = scores_in_rows(
+        gpu=True,
+        element_bytes=dtype.itemsize,
+        width=spec.qk_dim,
+        softcap=spec.attention_softcap > 0,
+        sinks=spec.attention_sinks,
+        windows=spec.window > 0,
+        cp=layout.cp_ring,
+    )
+    if refused:
+        wide = "fp64" if dtype == torch.float64 else "fp32"
+        return f"some rows at a time, with scores in {wide}: {refused}"
     if spec.attention_softcap:
-        refused = refuses_fused_caps(
-            gpu=True,
-            element_bytes=dtype.itemsize,
-            width=spec.head_dim,
-            sinks=spec.attention_sinks,
-            cp=layout.cp_ring,
-        )
-        return f"some rows at a time, with scores in fp32: {refused}" if refused else "FlexAttention"
+        return "FlexAttention"
     if layout.cp > 1 or config.data.attention == "document":
         return None
     q, k, v = (

@@ -6,6 +6,7 @@ from tests.training.bugs.bug import ALLGATHER, CONTEXT, ON_RING, ULYSSES, ZIGZAG
 
 LOGITS = "tests/hugging_face/test_families.py:test_logits_are_those_of_transformers"
 FORMULA = "tests/model/test_piece_attention.py:outputs_and_gradients_are_those_of_the_formula"
+SOME_ROWS = "tests/model/test_piece_attention.py:few_rows_at_a_time_change_nothing"
 FLEX, IN_KERNEL = "shardwright.model.flex", "tests/model/test_flex.py"
 CAPPED = f"{IN_KERNEL}:outputs_and_gradients_are_those_of_attention_in_pieces"
 SQUARES = f"{IN_KERNEL}:tables_name_every_square_with_a_score"
@@ -48,6 +49,12 @@ MASK: dict[str, AnyBug] = {
         Mutation(f"{PIECES}.cut", "row + self.shift - self.window + 1", "row + self.shift - self.window + 2"),
         FORMULA,
         (6,),
+    ),
+    "some rows of scores read the next key": UnitBug(
+        Mutation(f"{BLOCKS}:_some_rows", "_mask(part, q_BHTC.device) if part.hides_late else False", "False"), SOME_ROWS
+    ),
+    "keys have the gradients of the last rows alone": UnitBug(
+        Mutation(f"{BLOCKS}:_rows_gradient", "dk_BKSC[:, :, columns] += dk", "dk_BKSC[:, :, columns] = dk"), SOME_ROWS
     ),
     "every layer has the window of the first": UnitBug(
         Mutation("shardwright.model.transformer:_attention", "Attention(spec, layer)", "Attention(spec, 0)"),
