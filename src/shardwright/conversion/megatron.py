@@ -270,8 +270,9 @@ def _classes_of_megatron(path: Path) -> list[str]:
 def _other_arguments(arguments: Mapping[str, Any], spec: ModelSpec) -> Iterator[str]:
     """Yield the arguments of a run that differ from the model, or with which tensors have another meaning."""
     for key, field in SIZES.items():
-        if (there := arguments.get(key)) is not None and there != getattr(spec, field):
-            yield f"the run has {key}={there!r}, and the model has {field}={getattr(spec, field)!r}"
+        here = getattr(spec, field)
+        if (there := arguments.get(key)) is not None and (isinstance(there, Tensor) or there != here):
+            yield f"the run has {key}={there!r}, and the model has {field}={here!r}"
     fixed: dict[str, Any] = FIXED | {
         "use_rope_scaling": spec.rope_scaling is not None, "qk_l2_norm": False, "window_size": None,
         "rotary_seq_len_interpolation_factor": None,
@@ -279,7 +280,7 @@ def _other_arguments(arguments: Mapping[str, Any], spec: ModelSpec) -> Iterator[
     if spec.moe is not None:
         fixed |= router_arguments(spec.moe)
     for key, valid in fixed.items():
-        if (there := arguments.get(key)) is not None and there != valid:
+        if (there := arguments.get(key)) is not None and (isinstance(there, Tensor) or there != valid):
             yield f"the run has {key}={there!r}; supported: {valid!r}"
 
 

@@ -34,7 +34,7 @@ Whole = Annotated[Count, BeforeValidator(_whole)]
 """A count, such as the number of steps: an integer, also as a float or a tensor of one element."""
 Real = Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)]
 Beta = Annotated[Real, Field(lt=1)]
-Flag = Annotated[bool, BeforeValidator(lambda value: bool(value) if value in (0, 1) else value)]
+Flag = Annotated[bool, BeforeValidator(lambda value: bool(value) if type(value) is int and value in (0, 1) else value)]
 Floats = Annotated[Tensor, BeforeValidator(_floats)]
 Shape = Annotated[tuple[Count, ...], Field(strict=False)]
 
