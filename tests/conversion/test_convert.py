@@ -178,7 +178,7 @@ def leave_out_layer(folder: Path) -> None:
         (damage_rank_file, "__1_0.distcp is missing; it has parts of .* tensors: copy the files of all ranks"),
         (damage_length, "__0_0.distcp is damaged: it has .* bytes, and .metadata says"),
         (damage_metadata, ".metadata is damaged"),
-        (put_in_a_class, "its .metadata needs posix.mkdir, and only the classes of PyTorch's"),
+        (put_in_a_class, ".metadata needs posix.mkdir, and only the classes of PyTorch's"),
         (remove_metadata, "has no .metadata, which is written last: the checkpoint was not completed"),
         (mix_steps, "its parts are of different steps .*train_state.step=6"),
         (mix_ranks, "its parts are of different steps .*1 parameters at step 4"),

@@ -265,19 +265,19 @@ def latest_in_words(folder: Path) -> None:
         (cut_file, "__0_0.distcp is damaged: it has .* bytes, and .metadata says"),
         (cut_common, "common.pt is damaged"),
         (call_in_common, "common.pt needs other classes than Megatron's and PyTorch's.*posix.mkdir"),
-        (call_in_metadata, "its .metadata needs posix.mkdir, and only the classes of"),
+        (call_in_metadata, ".metadata needs posix.mkdir, and only the classes of"),
         (mix_steps, r"its parts are of different steps \(common.pt is of step 6\)"),
         (mix_groups, "its parts are of different steps .*parameters at step 4"),
         (change_optimizer, "the optimizer has states momentum_buffer .*supported: AdamW"),
         (change_sharding, "in the form dp_reshardable, whose files do not name .*supported: fully_reshardable"),
-        (change_format, "sharded_backend='zarr'; supported: torch_dist"),
+        (change_format, "metadata.json: sharded_backend='zarr'; supported: 'torch_dist'"),
         (change_argument, "the run has rotary_base=10000, and the model has rope_theta=100.0"),
         (scale_positions, "the run has use_rope_scaling=True; supported: False"),
         (scale_positions, "the run has rotary_interleaved=True; supported: False"),
         (pipe_for_common, "common.pt"),
         (many_layers, r"linear_fc2.weight has the shape \[4, .*, and the model has 2 layers; give the model of the"),
         (split_group, "fits 2 groups of the optimizer with other settings"),
-        (leave_out_groups, "is damaged, or of a version of Megatron with other files"),
+        (leave_out_groups, "common.pt: its optimizer has no param_groups"),
         (leave_out_layer, "decoder.layers.1.mlp.linear_fc2.weight is missing"),
         (latest_in_words, "elsewhere"),
     ],
@@ -316,7 +316,7 @@ def test_weights_alone_are_a_release_that_is_read_again(saved: Path, run_file: P
 
 def test_a_checkpoint_of_pytorch_has_no_class_of_megatron_and_a_metadata_json_of_others_is_none(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(b"cmegatron.core.dist_checkpointing.strategies.torch\nMCoreMetadata\n.")
-    with pytest.raises(InputError, match=r"its \.metadata needs megatron\.core"):
+    with pytest.raises(InputError, match=r"\.metadata needs megatron\.core"):
         read_dcp(tmp_path)
     (tmp_path / "metadata.json").write_text('{"license": "mit"}')
     assert step_folder(tmp_path) is None

@@ -9,12 +9,16 @@ import pickle
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwright.conversion.pickled import check_sums, load_checked
+from shardwright.conversion.schema import DcpChunk, DcpIndex, DcpMetadata, DcpPlace, DcpTensor, checked
+from shardwright.hugging_face.files import said_shortly
 from shardwright.system.errors import CheckpointError, DamagedError
 from shardwright.system.files import inside, open_regular, read_bytes
 from shardwright.system.torch_private import bytes_in_dcp_file
@@ -57,9 +61,9 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Reads a `.metadata` and constructs the classes of `_CLASSES` and `more_classes` only, each as a new class without
     code."""
 
-    def __init__(self, file: io.BytesIO, more_classes: Mapping[str, Sequence[str]]) -> None:
-        super().__init__(file)
-        self.more_classes = more_classes
+    def __init__(self, content: bytes, where: Path, more_classes: Mapping[str, Sequence[str]]) -> None:
+        super().__init__(io.BytesIO(content))
+        self.where, self.more_classes = where, more_classes
 
     def find_class(self, module: str, name: str) -> Any:
         if name in (*_CLASSES.get(module, ()), *self.more_classes.get(module, ())):
@@ -69,7 +73,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         if (module, name) in _FUNCTIONS:
             return _FUNCTIONS[module, name]
         raise CheckpointError(
-            f"its {METADATA} needs {module}.{name}, and only the classes of PyTorch's distributed checkpoints are "
+            f"{self.where} needs {module}.{name}, and only the classes of PyTorch's distributed checkpoints are "
             f"constructed, because other classes can run any code; nothing of it has been run"
         )
 
@@ -110,6 +114,14 @@ class DcpFolder:
             dcp.load(state, checkpoint_id=self.path, no_dist=True)
         return {name: state[place] for name, place in places.items()}
 
+    def file_of(self, name: str) -> Path:
+        """Return the file of a value that is no tensor, or of a tensor's first chunk."""
+        return self.path / self._files.get(name, METADATA)
+
+    @cached_property
+    def _files(self) -> dict[str, str]:
+        return {name: place.file for (name, _), place in reversed([*self.places.items()])}
+
     def read_shard(self, name: str, record: ShardRecord) -> Tensor:
         """Return the values of a chunk. Raises DamagedError if they do not fit `.metadata`."""
         tensor = self._load(name, record.offsets)
@@ -130,15 +142,12 @@ class DcpFolder:
         try:
             with open_regular(path) as file:
                 file.seek(place.begin)
-                content = file.read(place.n_bytes)
-            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+                content = io.BytesIO(file.read(place.n_bytes))
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-        except (RuntimeError, EOFError, ValueError, KeyError) as error:
-            raise DamagedError(f"{path} is damaged, or was written at another step: {name}: {error}") from None
-        except pickle.UnpicklingError as error:
-            needed = str(error).strip().splitlines()[0]
-            raise CheckpointError(f"{path}: {name} needs classes that are not constructed: {needed}") from None
+        check_sums(content, f"{path}: {name}")
+        content.seek(0)
+        return load_checked(content, f"{path}: {name}", (), "DCP")
 
 
 def read_dcp(path: Path, more_classes: Mapping[str, Sequence[str]] | None = None) -> DcpFolder:
@@ -155,43 +164,59 @@ def read_dcp(path: Path, more_classes: Mapping[str, Sequence[str]] | None = None
         )
     content = read_bytes(inside(path, METADATA, DamagedError), LONGEST_MANIFEST)
     try:
-        folder = _folder_of(path, _MetadataUnpickler(io.BytesIO(content), more_classes or {}).load())
-    except CheckpointError as error:
-        raise type(error)(*(f"{path}: {problem}" for problem in error.problems)) from None
+        folder = _folder_of(path, _MetadataUnpickler(content, path / METADATA, more_classes or {}).load())
+    except CheckpointError:
+        raise
     except Exception as error:  # a damaged pickle raises errors of any type
-        raise DamagedError(f"{path / METADATA} is damaged: {type(error).__name__}: {error}") from None
+        said = f" ({str(error)[:200]})" if str(error) else ""
+        raise DamagedError(f"{path / METADATA} is damaged: it is no whole pickle of PyTorch's{said}") from None
     if problems := list(_missing(folder)):
-        raise DamagedError(*problems)
+        raise DamagedError(*said_shortly(problems))
     return folder
 
 
 def _folder_of(path: Path, metadata: Any) -> DcpFolder:
-    places = {}
-    for index, stored in metadata.storage_data.items():
+    where = path / METADATA
+    tables = checked(DcpMetadata, metadata, where)
+    places: dict[tuple[str, tuple[int, ...]], BytesInFile] = {}
+    for stored_index, stored in tables.storage_data.items():
+        index = checked(DcpIndex, stored_index, where)
         if getattr(stored, "transform_descriptors", None):
-            raise CheckpointError(f"{index.fqn} is stored through {stored.transform_descriptors}; supported: none")
-        offsets = tuple(int(n) for n in getattr(index, "offset", None) or ())
-        places[str(index.fqn), offsets] = BytesInFile(str(stored.relative_path), int(stored.offset), int(stored.length))
+            raise CheckpointError(
+                f"{where}: {index.fqn} is stored through {stored.transform_descriptors}; supported: none"
+            )
+        place = checked(DcpPlace, stored, f"{where}: {index.fqn}")
+        if (index.fqn, offsets := index.offset or ()) in places:
+            raise DamagedError(f"{where} is damaged: it has {index.fqn} at {[*offsets]} twice")
+        places[index.fqn, offsets] = BytesInFile(place.relative_path, place.offset, place.length)
     tensors = {}
-    for name, entry in metadata.state_dict_metadata.items():
+    for name, entry in tables.state_dict_metadata.items():
         if type(entry).__name__ != "TensorStorageMetadata":
+            if (name, ()) not in places:
+                raise DamagedError(f"{where} is damaged: it has no bytes for {name}")
             continue
-        chunks = []
-        for chunk in entry.chunks:
-            offsets = tuple(int(n) for n in chunk.offsets)
-            if (name, offsets) not in places:
-                raise DamagedError(f"its {METADATA} has no bytes for the chunk of {name} at {[*offsets]}")
-            shape = tuple(int(n) for n in chunk.sizes)
-            chunks.append(ShardRecord(offsets, shape, places[name, offsets].file, ""))
-        tensors[name] = TensorRecord(tuple(int(n) for n in entry.size), str(entry.properties.state[0]), tuple(chunks))
+        tensor, shards = checked(DcpTensor, entry, f"{where}: {name}"), []
+        for each in tensor.chunks:
+            chunk = checked(DcpChunk, each, f"{where}: {name}")
+            if (name, chunk.offsets) not in places:
+                raise DamagedError(f"{where} is damaged: it has no bytes for the chunk of {name} at {[*chunk.offsets]}")
+            shards.append(ShardRecord(chunk.offsets, chunk.sizes, places[name, chunk.offsets].file, ""))
+        dtype = next(iter(entry.properties.state), None)
+        if not isinstance(dtype, str) or not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise DamagedError(f"{where}: {name} has the type {dtype!r}, and PyTorch has no such type")
+        tensors[name] = TensorRecord(tensor.size, dtype, tuple(shards))
+    if more := {name for name, _ in places} - tables.state_dict_metadata.keys():
+        raise DamagedError(f"{where} is damaged: it has bytes for {min(more)}, and no type or shape")
     return DcpFolder(path, tensors, places)
 
 
 def _missing(folder: DcpFolder) -> Iterable[str]:
-    """Yield missing and short files, and tensors that the chunks do not cover once."""
+    """Yield missing and short files, bytes that belong to two chunks, and tensors that the chunks do not cover once."""
     ends: dict[str, int] = {}
-    for place in folder.places.values():
-        ends[place.file] = max(ends.get(place.file, 0), place.begin + place.n_bytes)
+    for (name, _), place in sorted(folder.places.items(), key=lambda item: item[1].begin):
+        if place.begin < ends.get(place.file, 0):
+            yield f"{folder.path / METADATA} is damaged: {name} has bytes of {place.file} that another tensor has, too"
+        ends[place.file] = place.begin + place.n_bytes
     for file, end in sorted(ends.items()):
         path = inside(folder.path, file, DamagedError)
         parts = len({name for (name, _), place in folder.places.items() if place.file == file})

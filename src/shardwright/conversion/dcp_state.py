@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardwright.conversion.dcp import DcpWriter, read_dcp
 from shardwright.conversion.names import NAMINGS, TORCHTITAN, TRANSFORMERS, named_tensors_of
+from shardwright.conversion.schema import AdamWGroup, Counted, ParameterNames, check_finite, checked
 from shardwright.conversion.state import MOMENTS, STEP, AdamWSettings, TrainingState, trained_parameters
 from shardwright.hugging_face.architecture import architecture_of
 from shardwright.hugging_face.files import CONFIG, said_shortly
@@ -26,7 +27,7 @@ from shardwright.hugging_face.reader import MappedTensors, Spans
 from shardwright.hugging_face.table import FileTensor
 from shardwright.hugging_face.writer import tensor_of_file
 from shardwright.model.spec import ModelSpec
-from shardwright.system.errors import CheckpointError, ConfigError
+from shardwright.system.errors import CheckpointError, ConfigError, DamagedError
 from shardwright.training.checkpoint.manifest import ShardRecord, TensorRecord
 from shardwright.training.weights import ShardedTensors, Weights
 
@@ -35,7 +36,6 @@ _STEPS = ("train_state.step", "lr_scheduler.last_epoch")
 TOKENS, SAMPLES = "train_state.ntokens_seen", "train_state.samples_seen"
 _DATA = "dataloader."
 _NOT_TENSORS = (_DATA, "lr_scheduler.", "train_state.")
-_GROUP = ("lr", "betas", "eps", "weight_decay", "initial_lr")
 _REFUSED = {
     "amsgrad": False,
     "maximize": False,
@@ -57,6 +57,7 @@ class TensorFolder(Protocol):
     def tensors(self) -> Mapping[str, TensorRecord]: ...
     @property
     def names(self) -> list[str]: ...
+    def file_of(self, name: str) -> Path: ...
     def value(self, name: str) -> Any: ...
     def read_shard(self, name: str, record: ShardRecord) -> Tensor: ...
     def read_all(self, places: Mapping[str, str]) -> dict[str, Tensor]: ...
@@ -81,6 +82,8 @@ class TrainerWeights(MappedTensors):
                 problems.append(f"{name} is missing")
             elif stored.shape != tensor.shape:
                 problems.append(f"{name} is {[*stored.shape]}, and the model makes it {[*tensor.shape]}")
+            elif not getattr(torch, stored.dtype).is_floating_point:
+                problems.append(f"{name} has the type {stored.dtype}; supported: floating point")
         if problems:
             raise CheckpointError(*(f"{folder.path}: {problem}" for problem in said_shortly(problems)))
         dtypes = {each.name: shards.dtypes[place.format(each.name)] for each in tensors}
@@ -88,7 +91,9 @@ class TrainerWeights(MappedTensors):
 
     def _slice(self, name: str, spans: Spans) -> Tensor:
         low, high = zip(*spans, strict=True)
-        return self._shards.read(self._place.format(name), low, [b - a for a, b in zip(low, high, strict=True)])
+        place = self._place.format(name)
+        box = self._shards.read(place, low, [b - a for a, b in zip(low, high, strict=True)])
+        return check_finite(box, place.rpartition(".")[2], f"{self._folder.file_of(place)}: {place}")
 
     def read_all(self) -> dict[str, Tensor]:
         """Return every tensor by its name in the file."""
@@ -141,8 +146,8 @@ def state_of_folder(
         moments={kind: TrainerWeights(folder, shards, spec, updated, of_parameter + kind) for kind in MOMENTS},
         settings=_settings(folder, f"{optimizer}param_groups.", updated),
         step=_step(folder, of_parameter + STEP, updated),
-        tokens=folder.value(TOKENS),
-        samples=folder.value(SAMPLES),
+        tokens=_count(folder, TOKENS),
+        samples=_count(folder, SAMPLES),
     )
 
 
@@ -182,35 +187,55 @@ def _unknown_states(names: Iterable[str], state: str, updated: Sequence[FileTens
 
 def _step(folder: TensorFolder, place: str, updated: Sequence[FileTensor]) -> int:
     """Return the number of steps taken. Raises CheckpointError if parts of the checkpoint differ in it."""
-    steps = Counter(folder.value(place.format(tensor.name)) for tensor in updated)
-    totals = {name: value for name in _STEPS if (value := folder.value(name)) is not None}
+    steps = Counter(_count(folder, place.format(tensor.name)) for tensor in updated)
+    totals = {name: value for name in _STEPS if (value := _count(folder, name)) is not None}
     if len({*steps, *totals.values()}) > 1 or None in steps:
         parts = [f"{n} parameters at step {step}" for step, n in steps.items()]
         parts += [f"{name}={value}" for name, value in totals.items()]
         raise CheckpointError(
             f"{folder.path}: its parts are of different steps ({', '.join(parts)}); copy all files of one step"
         )
-    return int(next(iter(steps)))
+    (step,) = steps
+    assert step is not None
+    return step
+
+
+def _count(folder: TensorFolder, name: str) -> int | None:
+    """Return a counter, or None if the checkpoint does not have it. Raises DamagedError if it is no count."""
+    return checked(Counted, {"value": folder.value(name)}, f"{folder.file_of(name)}: {name}").value
 
 
 def _settings(folder: TensorFolder, groups: str, updated: Sequence[FileTensor]) -> dict[str, AdamWSettings]:
     """Return the settings of each parameter. Raises CheckpointError if settings are missing, or if the update with
     them is not AdamW's."""
     numbers = {m[1] for name in folder.names if (m := re.fullmatch(rf"{re.escape(groups)}(\d+)\.params", name))}
-    group_of = {name: number for number in numbers for name in folder.value(f"{groups}{number}.params")}
+    group_of: dict[str, str] = {}
+    for number in sorted(numbers, key=int):
+        where = f"{groups}{number}.params"
+        inside = checked(ParameterNames, {"params": folder.value(where)}, f"{folder.file_of(where)}: {groups}{number}")
+        if twice := [*(group_of.keys() & inside.params), *(n for n, k in Counter(inside.params).items() if k > 1)]:
+            raise DamagedError(f"{folder.file_of(where)}: {twice[0]} is in the optimizer's groups twice")
+        group_of |= dict.fromkeys(inside.params, number)
     settings: dict[str, AdamWSettings] = {}
+    with_peak: dict[bool, str] = {}
     for tensor in updated:
         place = f"{groups}{group_of.get(tensor.name, tensor.name)}."
         if folder.value(place + "lr") is None:
             raise CheckpointError(f"{folder.path} has moments of {tensor.name}, and no settings of AdamW ({place}lr)")
-        group = {key: folder.value(place + key) for key in (*_GROUP, *_REFUSED)}
+        stored = {key: value for key in AdamWGroup.model_fields if (value := folder.value(place + key)) is not None}
+        group = checked(AdamWGroup, stored, f"{folder.file_of(place + 'lr')}: {place.removesuffix('.')}")
         for key, valid in _REFUSED.items():
-            if group[key] not in (None, valid):
-                raise CheckpointError(f"{folder.path}: {place}{key}={group[key]}; supported: {valid}")
-        lr, betas, eps, decay = (group[key] for key in _GROUP[:4])
-        peak = group["initial_lr"] if group["initial_lr"] is not None else lr
+            if getattr(group, key) not in (None, valid):
+                raise CheckpointError(f"{folder.path}: {place}{key}={getattr(group, key)}; supported: {valid}")
+        with_peak[group.initial_lr is not None] = place
+        peak = group.lr if group.initial_lr is None else group.initial_lr
         settings |= dict.fromkeys(
-            [part.name for part in tensor.parts], AdamWSettings(lr, tuple(betas), eps, decay, peak)
+            [part.name for part in tensor.parts],
+            AdamWSettings(group.lr, group.betas, group.eps, group.weight_decay, peak),
+        )
+    if len(with_peak) > 1:
+        raise DamagedError(
+            f"{folder.path}: {with_peak[False]}initial_lr is missing, and {with_peak[True]}initial_lr is not"
         )
     return settings
 

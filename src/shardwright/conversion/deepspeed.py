@@ -12,7 +12,7 @@ parameter into equal parts, the last one padded. Files are loaded with `weights_
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,25 @@ from torch import Tensor
 from shardwright.conversion.dcp import file_of
 from shardwright.conversion.names import TRANSFORMERS, named_tensors_of
 from shardwright.conversion.pickled import InertObject, StandIn, load_pickled
+from shardwright.conversion.schema import (
+    Counted,
+    DeepSpeedConfig,
+    WholeTensor,
+    ZeroGroup,
+    ZeroModelFile,
+    ZeroOptimizer,
+    ZeroParameters,
+    ZeroPartition,
+    ZeroRankFile,
+    ZeroStage,
+    checked,
+    equal_on_all,
+)
 from shardwright.conversion.state import MOMENTS, STEP, TrainingState
 from shardwright.hugging_face.architecture import architecture_of
 from shardwright.hugging_face.files import CONFIG, said_shortly
 from shardwright.hugging_face.writer import tensor_of_file
-from shardwright.system.errors import CheckpointError, DamagedError, InputError
+from shardwright.system.errors import CheckpointError, DamagedError
 from shardwright.system.files import inside, open_regular
 from shardwright.training.checkpoint.manifest import ShardRecord, TensorRecord
 from shardwright.training.checkpoint.storage import name_of
@@ -84,16 +98,11 @@ class DeepSpeedFolder:
         self._parts: dict[str, list[Tensor]] = {}
         self._values: dict[str, Any] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._files: dict[str, Path] = {}
+        self._padded = False
         self.remarks: dict[str, str] = {}
-        try:
-            self._read()
-            self.tensors = {name: self._record(name) for name in self._parts}
-        except InputError:
-            raise
-        except Exception as error:  # a damaged file has values of any type
-            raise DamagedError(
-                f"{path} is damaged, or of a version of DeepSpeed with other files: {type(error).__name__}: {error}"
-            ) from None
+        self._read()
+        self.tensors = {name: self._record(name) for name in self._parts}
 
     @property
     def names(self) -> list[str]:
@@ -103,6 +112,10 @@ class DeepSpeedFolder:
     def value(self, name: str) -> Any:
         """Return a value that is no tensor, or None."""
         return self._values.get(name)
+
+    def file_of(self, name: str) -> Path:
+        """Return the file of a value, or of a tensor's first part."""
+        return self._files.get(name, self.path)
 
     def read_shard(self, name: str, record: ShardRecord) -> Tensor:
         """Return a whole tensor."""
@@ -116,8 +129,7 @@ class DeepSpeedFolder:
     def _record(self, name: str) -> TensorRecord:
         shape, parts = self._shapes[name], self._parts[name]
         held, needed = sum(part.numel() for part in parts), math.prod(shape)
-        # ZeRO-3 pads the parts of a parameter to one size.
-        if held < needed or held >= needed + max(1, len(parts)):
+        if held < needed or held >= needed + (max(1, len(parts)) if self._padded else 1):
             raise DamagedError(f"{self.path}: {name} has {held:,} elements, and its shape {[*shape]} needs {needed:,}")
         if len(dtypes := {part.dtype for part in parts}) > 1:
             raise DamagedError(f"{self.path}: parts of {name} have the types {', '.join(map(name_of, dtypes))}")
@@ -133,89 +145,174 @@ class DeepSpeedFolder:
             )
         if not models:
             raise DamagedError(f"{self.path / _SHAPES.replace('*', '00')} is missing: copy the files of all ranks")
-        model = _load(models[0])
-        skipped = int(model["skipped_steps"])
-        self._values["train_state.step"] = int(model["global_steps"]) - skipped
-        if skipped:
-            self.remarks[f"{skipped} steps without an update"] = "AdamW has not counted them"
-        if frozen := model.get("frozen_param_shapes"):
-            raise CheckpointError(f"{models[0]} has frozen parameters ({next(iter(frozen))}); supported: none")
-        groups = [{name: tuple(shape) for name, shape in group.items()} for group in model["param_shapes"]]
+        files = {path: checked(ZeroModelFile, _load(path), path) for path in models}
+        for key in ("global_steps", "skipped_steps", "dp_world_size", "param_shapes"):
+            equal_on_all({path: getattr(file, key) for path, file in files.items()}, key)
+        model = files[models[0]]
+        if model.frozen_param_shapes:
+            raise CheckpointError(
+                f"{models[0]} has frozen parameters ({next(iter(model.frozen_param_shapes))}); supported: none"
+            )
+        if model.skipped_steps > model.global_steps:
+            raise DamagedError(f"{models[0]}: skipped_steps={model.skipped_steps} of global_steps={model.global_steps}")
+        self._values["train_state.step"] = model.global_steps - model.skipped_steps
+        self._files["train_state.step"] = models[0]
+        if model.skipped_steps:
+            self.remarks[f"{model.skipped_steps} steps without an update"] = "AdamW has not counted them"
         if (self.path / _WHOLE).is_dir():
-            self._read_whole(groups, model.get("ds_config"))
+            self._read_whole(model)
         else:
-            self._read_parts(groups, int(model["dp_world_size"]))
+            self._read_parts(model)
 
-    def _read_parts(self, groups: Sequence[Mapping[str, tuple[int, ...]]], n_ranks: int) -> None:
-        """Read the file of each rank."""
-        steps: dict[int, Path] = {}
+    def _rank_files(self, n_ranks: int) -> list[Path]:
+        """Return the file of each rank. Raises DamagedError if one is missing, or if there are more."""
+        there = {path.name.removeprefix("bf16_"): path for path in sorted(self.path.glob(f"*{_PARTS}"))}
+        paths = []
         for rank in range(n_ranks):
             name = _PARTS.replace("*", str(rank), 1).replace("*", "00")
-            path = next((each for each in (self.path / name, self.path / f"bf16_{name}") if each.is_file()), None)
-            if path is None:
+            if name not in there or not there[name].is_file():
                 raise DamagedError(f"{self.path / name} is missing: copy the files of all {n_ranks} ranks")
-            content = _load(path)
-            stored = content["optimizer_state_dict"]
-            by_parameter = int(stored.get("zero_stage", 1)) == 3  # BF16_Optimizer has ZeRO-1 and does not say so
-            base = stored["optimizer_state_dict" if by_parameter else "base_optimizer_state"]
-            if not isinstance(base, Mapping):
-                raise CheckpointError(f"{path}: elastic_checkpoint is set, whose states are not read; supported: false")
-            weights = stored["fp32_flat_groups" if by_parameter else "single_partition_of_fp32_groups"]
-            for number, group in enumerate(groups):
-                flat = {_WEIGHT: weights[number]} | dict(base["state"][number])
-                settings = next(each for each in base["param_groups"] if number in each["params"])
-                step = int(flat.pop(STEP, settings.get(STEP)))
-                steps[step] = path
-                if rank == 0:
-                    self._add_settings(group, settings, step, content.get("ds_config"))
-                cuts = (
-                    _cuts_of_parameters(group, n_ranks)
-                    if by_parameter
-                    else ((name, at.start, at.numel) for name, at in stored["param_slice_mappings"][number].items())
+            paths.append(there.pop(name))
+        if there:
+            raise DamagedError(f"{min(there.values())} is of another run: dp_world_size={n_ranks}; remove the file")
+        return paths
+
+    def _read_parts(self, model: ZeroModelFile) -> None:
+        """Read the file of each rank."""
+        settings: dict[Path, Any] = {}
+        stages: dict[Path, int] = {}
+        steps: dict[int, Path] = {}
+        n_ranks = model.dp_world_size
+        for path in self._rank_files(n_ranks):
+            content = checked(ZeroRankFile, _load(path), path)
+            where = f"{path}: optimizer_state_dict"
+            stages[path] = stage = checked(ZeroStage, content.optimizer_state_dict, where).zero_stage
+            self._padded = stage == 3
+            if stage == 3:
+                for_rank = self.path / path.name.replace("optim_states", "model_states").removeprefix("bf16_")
+                if not for_rank.is_file():
+                    raise DamagedError(f"{for_rank} is missing: copy the files of all {n_ranks} ranks")
+                parameters = checked(ZeroParameters, content.optimizer_state_dict, where)
+                base, weights = parameters.optimizer_state_dict, parameters.fp32_flat_groups
+                slices = [[*_cuts_of_parameters(group, n_ranks)] for group in model.param_shapes]
+            else:
+                if isinstance(content.optimizer_state_dict.get("base_optimizer_state"), list):
+                    raise CheckpointError(
+                        f"{path}: elastic_checkpoint is set, whose states are not read; supported: false"
+                    )
+                partition = checked(ZeroPartition, content.optimizer_state_dict, where)
+                base, weights = partition.base_optimizer_state, partition.single_partition_of_fp32_groups
+                slices = [
+                    [(name, each.start, each.numel) for name, each in group.items()]
+                    for group in partition.param_slice_mappings
+                ]
+            if not len(weights) == len(slices) == len(model.param_shapes):
+                raise DamagedError(
+                    f"{path}: it has {len(weights)} flat tensors and {len(slices)} tables of their parts, and "
+                    f"{len(model.param_shapes)} of each are needed"
                 )
-                for name, start, count in cuts:
-                    for kind, tensor in flat.items():
-                        self._add(name, kind, group[name], tensor.narrow(0, start, count))
+            settings[path] = [each.model_dump(exclude={"params"}) for each in base.param_groups]
+            for number, group in enumerate(model.param_shapes):
+                state = dict(base.state.get(number, {}))
+                of_group = _settings_of(base, number, path)
+                step = checked(Counted, {"value": state.pop(STEP, of_group.step)}, f"{path}: {STEP}").value
+                if step is None:
+                    raise DamagedError(f"{path}: {STEP} of group {number} is missing")
+                steps[step] = path
+                if len(settings) == 1:
+                    self._add_settings(group, of_group, step, content.ds_config, path)
+                self._cut(group, {_WEIGHT: weights[number]} | state, slices[number], path)
+        equal_on_all(stages, "zero_stage")
         if len(steps) > 1:
             said = ", ".join(f"{path.name}: {step}" for step, path in sorted(steps.items()))
             raise CheckpointError(f"{self.path}: its parts are of different steps ({said}); copy all files of one step")
+        equal_on_all(settings, "settings of AdamW")
 
-    def _read_whole(self, groups: Sequence[Mapping[str, tuple[int, ...]]], config: Any) -> None:
+    def _cut(
+        self,
+        group: Mapping[str, tuple[int, ...]],
+        flat: Mapping[str, Any],
+        cuts: Iterable[tuple[str, int, int]],
+        file: Path,
+    ) -> None:
+        """Add the parts of a rank's flat tensors. `cuts`: (parameter, first element, number of elements); they follow
+        each other without a gap, and only padding is behind the last."""
+        cuts, size, end = sorted(cuts, key=lambda cut: cut[1]), flat[_WEIGHT].numel(), 0
+        for name, start, count in cuts:
+            if name not in group:
+                raise DamagedError(f"{file}: {name} is no parameter of the group that its elements are in")
+            if start != end:
+                raise DamagedError(f"{file}: {name} begins at element {start:,}, and {end:,} come before it")
+            end += count
+        for kind, tensor in flat.items():
+            values = checked(WholeTensor, {"param": tensor}, f"{file}: {kind}").param
+            if tuple(values.shape) != (size,) or end > size:
+                raise DamagedError(
+                    f"{file}: {kind} has the shape {[*values.shape]}; {_WEIGHT} has {size:,} elements, and the "
+                    f"parameters in it {end:,}"
+                )
+            for name, start, count in cuts:
+                self._add(name, kind, group[name], values.narrow(0, start, count), file)
+
+    def _read_whole(self, model: ZeroModelFile) -> None:
         """Read the tensors of a universal checkpoint."""
         whole = inside(self.path, _WHOLE, DamagedError)
-        optimizer = _load(whole / "optimizer_state.pt")
-        base = optimizer.get("optimizer_state_dict") or optimizer
-        for number, group in enumerate(groups):
-            settings = next(each for each in base["param_groups"] if number in each["params"])
+        path = whole / "optimizer_state.pt"
+        optimizer = _load(path)
+        if isinstance(optimizer, Mapping) and optimizer.get("optimizer_state_dict"):
+            optimizer = optimizer["optimizer_state_dict"]
+        base = checked(ZeroOptimizer, optimizer, path)
+        for number, group in enumerate(model.param_shapes):
+            settings = _settings_of(base, number, path)
             for name, shape in group.items():
                 folder = inside(whole, name, DamagedError)
                 kinds = sorted({each.stem for each in folder.glob("*.pt")} | {_WEIGHT, *MOMENTS})
                 content = {kind: _load(folder / f"{kind}.pt") for kind in kinds}
-                step = content.pop(STEP, base.get("state", {}).get(0, {}).get(STEP))
-                for kind, tensor in content.items():
-                    self._add(name, kind, shape, tensor["param"] if isinstance(tensor, Mapping) else tensor)
-                self._add_settings({name: shape}, settings, int(step), config)
+                step = content.pop(STEP, base.state.get(0, {}).get(STEP, settings.step))
+                counted = checked(Counted, {"value": step}, folder / f"{STEP}.pt").value
+                if counted is None:
+                    raise DamagedError(f"{folder / STEP}.pt is missing: copy the files of all ranks")
+                for kind, stored in content.items():
+                    file = folder / f"{kind}.pt"
+                    stored = stored if isinstance(stored, Mapping) else {"param": stored}
+                    values = checked(WholeTensor, stored, file).param
+                    if tuple(values.shape) not in (shape, (math.prod(shape),)):
+                        raise DamagedError(f"{file} has the shape {[*values.shape]}, and {name} is {[*shape]}")
+                    self._add(name, kind, shape, values, file)
+                self._add_settings({name: shape}, settings, counted, model.ds_config, path)
+        known = {name for group in model.param_shapes for name in group}
+        if more := {each.name for each in whole.iterdir() if each.is_dir()} - known:
+            raise DamagedError(f"{whole / min(more)} is no parameter of the groups in {self.path.name}")
 
-    def _add(self, name: str, kind: str, shape: tuple[int, ...], part: Tensor) -> None:
+    def _add(self, name: str, kind: str, shape: tuple[int, ...], part: Tensor, file: Path) -> None:
         place = name if kind == _WEIGHT else f"optimizer.state.{name}.{kind}"
         self._parts.setdefault(place, []).append(part.detach())
         self._shapes[place] = shape
+        self._files.setdefault(place, file)
 
-    def _add_settings(self, group: Mapping[str, Any], settings: Mapping[str, Any], step: int, config: Any) -> None:
+    def _add_settings(self, group: Mapping[str, Any], settings: ZeroGroup, step: int, config: Any, file: Path) -> None:
         """Add the settings and the number of updates of the parameters of a group. `config`: DeepSpeed's, or a path."""
-        optimizer = (config.get("optimizer") or {}) if isinstance(config, Mapping) else {}
-        decoupled = (optimizer.get("params") or {}).get("adam_w_mode")
-        unsure = isinstance(config, str) or str(optimizer.get("type")).lower() == "adam"
-        if decoupled is None and unsure and settings.get("weight_decay"):
+        stored = checked(DeepSpeedConfig, config if isinstance(config, Mapping) else {}, f"{file}: ds_config").optimizer
+        decoupled = stored.params.adam_w_mode
+        unsure = isinstance(config, str) or str(stored.type).lower() == "adam"
+        if decoupled is None and unsure and settings.weight_decay:
             self.remarks["adam_w_mode"] = (
                 "the files do not say it, as DeepSpeed 0.18.4 and older remove it or store a path; AdamW is assumed"
             )
-        decoupled = decoupled is None or decoupled
+        values = settings.model_dump(exclude={"params", STEP}) | {"adam_w_mode": decoupled is None or decoupled}
         for name in group:
-            self._values[f"optimizer.state.{name}.{STEP}"] = step
-            for key, value in (dict(settings) | {"adam_w_mode": decoupled}).items():
-                if key != "params":
-                    self._values[f"optimizer.param_groups.{name}.{key}"] = value
+            places = {f"optimizer.state.{name}.{STEP}": step}
+            places |= {f"optimizer.param_groups.{name}.{key}": value for key, value in values.items()}
+            self._values |= places
+            self._files |= dict.fromkeys(places, file)
+
+
+def _settings_of(base: ZeroOptimizer, number: int, path: Path) -> ZeroGroup:
+    """Return the settings of a flat tensor."""
+    fitting = [each for each in base.param_groups if number in each.params]
+    if len(fitting) != 1:
+        raise DamagedError(f"{path}: {len(fitting)} entries of param_groups have the number {number}; 1 is needed")
+    return fitting[0]
 
 
 def _cuts_of_parameters(group: Mapping[str, tuple[int, ...]], n_ranks: int) -> Iterator[tuple[str, int, int]]:

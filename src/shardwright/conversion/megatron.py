@@ -9,7 +9,6 @@ All layers are one tensor with a first dim (decoder.layers.mlp.linear_fc2.weight
 (decoder.layers.3.mlp.linear_fc2.weight), and so have experts. Gate and up are one tensor, or weight_w and weight_v.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,11 +21,19 @@ from shardwright.conversion.dcp import read_dcp
 from shardwright.conversion.dcp_state import SAMPLES, TOKENS
 from shardwright.conversion.names import MEGATRON_LAYERS
 from shardwright.conversion.pickled import InertObject, StandIn, load_pickled
+from shardwright.conversion.schema import (
+    MegatronCommon,
+    MegatronCounters,
+    MegatronFormat,
+    MegatronGroup,
+    MegatronOptimizer,
+    checked,
+)
 from shardwright.conversion.state import STEP
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
-from shardwright.system.errors import CheckpointError, DamagedError, InputError
-from shardwright.system.files import inside, open_regular
+from shardwright.system.errors import CheckpointError, DamagedError
+from shardwright.system.files import inside, open_regular, parse_json, read_bytes, reason
 from shardwright.training.checkpoint.manifest import ShardRecord, TensorRecord
 from shardwright.training.weights import ShardedTensors
 
@@ -87,17 +94,10 @@ class MegatronFolder:
         self._values: dict[str, Any] = {}
         common = self._common()
         dcp = read_dcp(path, _PLAN_CLASSES)
-        self._stored = ShardedTensors(dcp.tensors, dcp.read_shard)
-        try:
-            self._places = self._places_of(dcp.tensors)
-            self.tensors = {name: self._record(name) for name in self._places}
-            self._read_common(common)
-        except InputError:
-            raise
-        except Exception as error:  # a damaged file has values of any type
-            raise DamagedError(
-                f"{path} is damaged, or of a version of Megatron with other files: {type(error).__name__}: {error}"
-            ) from None
+        self._dcp, self._stored = dcp, ShardedTensors(dcp.tensors, dcp.read_shard)
+        self._places = self._places_of(dcp.tensors)
+        self.tensors = {name: self._record(name) for name in self._places}
+        self._read_common(common)
 
     @property
     def names(self) -> list[str]:
@@ -107,6 +107,11 @@ class MegatronFolder:
     def value(self, name: str) -> Any:
         """Return a value that is no tensor, or None."""
         return self._values.get(name)
+
+    def file_of(self, name: str) -> Path:
+        """Return the file of a value, or of a tensor's first chunk."""
+        places = self._places.get(name)
+        return self.path / COMMON if places is None else self._dcp.file_of(next(iter(places.values()))[0])
 
     def read_shard(self, name: str, record: ShardRecord) -> Tensor:
         """Return a whole tensor of one layer, without the rows that pad the vocabulary."""
@@ -173,66 +178,67 @@ class MegatronFolder:
         dtype = self._stored.dtypes[next(iter(places.values()))[0]]
         return TensorRecord(shape, dtype, (ShardRecord((0,) * len(shape), shape, name, ""),))
 
-    def _common(self) -> Mapping[str, Any]:
+    def _common(self) -> MegatronCommon:
         """Return the content of common.pt. Raises CheckpointError for another format."""
-        if (self.path / FORMAT).is_file():
-            with open_regular(inside(self.path, FORMAT, DamagedError)) as file:
-                text = file.read(10_000)
-            try:
-                backend = json.loads(text)["sharded_backend"]
-            except (ValueError, KeyError, TypeError):
-                raise DamagedError(f"{self.path / FORMAT} is damaged: it names no sharded_backend") from None
-            if backend != BACKEND:
-                raise CheckpointError(f"{self.path} is of sharded_backend={backend!r}; supported: {BACKEND}")
-        elif not (self.path / COMMON).is_file():
+        path = inside(self.path, FORMAT, DamagedError)
+        if not path.is_file():
             raise CheckpointError(
-                f"{self.path} has no {FORMAT} and no {COMMON}: it is not complete, or of Megatron's older format; "
-                f"supported: --ckpt-format {BACKEND}"
+                f"{path} is missing: the checkpoint is not complete, or of Megatron's older format; supported: "
+                f"--ckpt-format {BACKEND}"
             )
+        try:
+            versions = parse_json(read_bytes(path, 10_000))
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise DamagedError(f"{path} is damaged: {reason(error)}") from None
+        checked(MegatronFormat, versions, path)
         path = inside(self.path, COMMON, DamagedError)
         theirs: list[StandIn] = [(InertObject, name) for name in (*_CLASSES, *_classes_of_megatron(path))]
-        common = load_pickled(path, theirs, "Megatron")
-        if not isinstance(common, Mapping):
-            raise DamagedError(f"{path} is damaged: it is no table of values")
-        return common
+        return checked(MegatronCommon, load_pickled(path, theirs, "Megatron"), path)
 
-    def _read_common(self, common: Mapping[str, Any]) -> None:
-        iteration = int(common["iteration"])
+    def _read_common(self, common: MegatronCommon) -> None:
+        iteration = common.iteration
         named = re.fullmatch(r"iter_(\d+)", self.path.name)
         if named and int(named[1]) != iteration:
             raise CheckpointError(
                 f"{self.path}: its parts are of different steps ({COMMON} is of step {iteration}); copy all files of "
                 f"one step"
             )
-        arguments = getattr(common.get("args"), "__dict__", {})
+        if not isinstance(common.args, InertObject | None):
+            raise DamagedError(f"{self.path / COMMON}: args={common.args!r:.60}: a Namespace is needed")
+        arguments = getattr(common.args, "__dict__", {})
         if problems := list(_other_arguments(arguments, self._spec)):
             raise CheckpointError(*(f"{self.path / COMMON}: {problem}" for problem in problems))
         if not arguments:
             self.remarks["arguments"] = f"{COMMON} has none, so rotary base, eps and sizes are not compared"
         self._values["train_state.step"] = iteration
-        if "optimizer" not in common:
+        counters = checked(MegatronCounters, arguments, f"{self.path / COMMON}: args")
+        if common.optimizer is None:
             return
-        groups = list(_groups(common["optimizer"]))
-        steps = {int(step) for _, step in groups}
+        groups = list(_groups(common.optimizer, f"{self.path / COMMON}: optimizer"))
+        if not groups:
+            raise DamagedError(f"{self.path / COMMON}: its optimizer has no param_groups")
+        steps = {step for _, step in groups}
         if len(steps) == 1 and (skipped := iteration - next(iter(steps))) > 0:
             self.remarks[f"{skipped} steps without an update"] = (
                 "AdamW has not counted them, so the position in the data is not known"
             )
             self._values["train_state.step"] = next(iter(steps))
-        elif samples := arguments.get("consumed_train_samples"):
+        elif samples := counters.consumed_train_samples:
             self._values[SAMPLES] = samples
-            if length := arguments.get("seq_length"):
-                self._values[TOKENS] = samples * length
+            if counters.seq_length:
+                self._values[TOKENS] = samples * counters.seq_length
         for name, record in self.tensors.items():
             if not name.startswith("optimizer."):
                 group, step = self._group_of(name, record, groups)
-                self._values[f"optimizer.state.{name}.{STEP}"] = int(step)
+                self._values[f"optimizer.state.{name}.{STEP}"] = step
                 for key, value in group.items():
                     self._values[f"optimizer.param_groups.{name}.{key}"] = value
 
     def _group_of(
-        self, name: str, record: TensorRecord, groups: list[tuple[dict[str, Any], Any]]
-    ) -> tuple[dict[str, Any], Any]:
+        self, name: str, record: TensorRecord, groups: list[tuple[dict[str, Any], int]]
+    ) -> tuple[dict[str, Any], int]:
         """Return the settings and the number of updates of a parameter. Megatron does not store the parameters of a
         group; it makes the groups by these rules. Raises CheckpointError if several groups fit."""
         rules = {
@@ -264,8 +270,9 @@ def _classes_of_megatron(path: Path) -> list[str]:
 def _other_arguments(arguments: Mapping[str, Any], spec: ModelSpec) -> Iterator[str]:
     """Yield the arguments of a run that differ from the model, or with which tensors have another meaning."""
     for key, field in SIZES.items():
-        if (there := arguments.get(key)) is not None and there != getattr(spec, field):
-            yield f"the run has {key}={there!r}, and the model has {field}={getattr(spec, field)!r}"
+        here = getattr(spec, field)
+        if (there := arguments.get(key)) is not None and (isinstance(there, Tensor) or there != here):
+            yield f"the run has {key}={there!r}, and the model has {field}={here!r}"
     fixed: dict[str, Any] = FIXED | {
         "use_rope_scaling": spec.rope_scaling is not None, "qk_l2_norm": False, "window_size": None,
         "rotary_seq_len_interpolation_factor": None,
@@ -273,7 +280,7 @@ def _other_arguments(arguments: Mapping[str, Any], spec: ModelSpec) -> Iterator[
     if spec.moe is not None:
         fixed |= router_arguments(spec.moe)
     for key, valid in fixed.items():
-        if (there := arguments.get(key)) is not None and there != valid:
+        if (there := arguments.get(key)) is not None and (isinstance(there, Tensor) or there != valid):
             yield f"the run has {key}={there!r}; supported: {valid!r}"
 
 
@@ -286,27 +293,34 @@ def router_arguments(moe: MoESpec) -> dict[str, Any]:
     }
 
 
-def _groups(stored: Mapping[Any, Any]) -> Iterator[tuple[dict[str, Any], Any]]:
+def _groups(stored: Mapping[Any, Any], where: str) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield the settings and the number of updates of each group of an optimizer, or of several. Raises CheckpointError
-    for states whose tensors are not of one parameter each."""
-    sharding = stored.get("param_state_sharding_type", SHARDING)
-    if sharding != SHARDING:
+    for states whose tensors are not of one parameter each. `where`: the file and the key, for errors."""
+    optimizer = checked(MegatronOptimizer, stored, where)
+    if optimizer.param_state_sharding_type != SHARDING:
         raise CheckpointError(
-            f"the distributed optimizer's states are in the form {sharding}, whose files do not name the parameters in "
-            f"a bucket; supported: {SHARDING} (save a step with --dist-ckpt-optim-fully-reshardable)"
+            f"{where}: the distributed optimizer's states are in the form {optimizer.param_state_sharding_type}, whose "
+            f"files do not name the parameters in a bucket; supported: {SHARDING} (save a step with "
+            f"--dist-ckpt-optim-fully-reshardable)"
         )
-    if "param_groups" not in stored:
+    if optimizer.param_groups is None:
         for key, value in stored.items():
             if isinstance(value, Mapping) and (isinstance(key, int) or key == "optimizer"):
-                yield from _groups(value)
+                yield from _groups(value, f"{where}.{key}")
         return
-    for group in stored["param_groups"]:
-        multipliers = {key: group.get(key, group.get(f"pre_{key}", 1.0)) for key in ("wd_mult", "lr_mult")}
-        settings = {key: value for key, value in group.items() if key != "params"}
-        settings["without_decay"] = multipliers["wd_mult"] == 0
-        settings["weight_decay"] = 0.0 if settings["without_decay"] else group["weight_decay"]
-        settings["is_expert_parallel"] = bool(group.get("is_expert_parallel"))
-        settings["is_decoupled_lr"] = bool(group.get("is_decoupled_lr"))
-        if group.get("max_lr") is not None:
-            settings["initial_lr"] = group["max_lr"] * multipliers["lr_mult"]
-        yield settings, group.get(STEP, stored.get("state", {}).get("common_step"))
+    for number, each in enumerate(optimizer.param_groups):
+        group = checked(MegatronGroup, each, f"{where}.param_groups.{number}")
+        settings = group.model_dump(exclude={STEP})
+        wd_mult, lr_mult = (
+            next((n for n in pair if n is not None), 1.0)
+            for pair in ((group.wd_mult, group.pre_wd_mult), (group.lr_mult, group.pre_lr_mult))
+        )
+        settings["without_decay"] = wd_mult == 0
+        if settings["without_decay"]:
+            settings["weight_decay"] = 0.0
+        if group.max_lr is not None:
+            settings["initial_lr"] = group.max_lr * lr_mult
+        step = optimizer.state.common_step if group.step is None else group.step
+        if step is None:
+            raise DamagedError(f"{where}.param_groups.{number}.{STEP} is missing")
+        yield settings, step

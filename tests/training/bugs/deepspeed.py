@@ -13,8 +13,8 @@ FILES: dict[str, AnyBug] = {
             "-(-math.prod(shape) // n_ranks)", "max(1, math.prod(shape) // n_ranks)",
         ),
         (
-            "DeepSpeed: parts of ranks are joined from their first element", "DeepSpeedFolder._read_parts",
-            "tensor.narrow(0, start, count)", "tensor.narrow(0, 0, count)",
+            "DeepSpeed: parts of ranks are joined from their first element", "DeepSpeedFolder._cut",
+            "values.narrow(0, start, count)", "values.narrow(0, 0, count)",
         ),
         (
             "DeepSpeed: every group is read from the first", "DeepSpeedFolder._read_parts",
