@@ -26,6 +26,8 @@ from shardwright.system.signals import STOPPING
 from tests.distributed import context
 
 Fault = Callable[[int], None]
+LIMIT_S = 240.0
+"""Seconds for a whole run: less than pytest's limit, and several times what a loaded machine took."""
 
 RUN_FILE = """
 steps = 20
@@ -65,13 +67,13 @@ class Run:
     def stderr(self) -> str:
         return (self.folder / "stderr").read_text()
 
-    def wait(self, timeout_s: float = 60.0) -> int:
+    def wait(self, timeout_s: float = LIMIT_S) -> int:
         """The exit code; -9 is of one that SIGKILL has ended."""
         self.process.join(timeout_s)
         assert self.process.exitcode is not None, f"still going on after {timeout_s} s:\n{self.stdout}{self.stderr}"
         return self.process.exitcode
 
-    def wait_for(self, what: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    def wait_for(self, what: Callable[[], bool], timeout_s: float = LIMIT_S) -> None:
         """Until something is so."""
         until = time.monotonic() + timeout_s
         while not what():
