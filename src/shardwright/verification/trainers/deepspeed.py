@@ -57,7 +57,7 @@ class BlockWithExperts(nn.Module):
 class DeepSpeedTrainer:
     """A decoder and SGD with momentum. The first step makes the engine, whose configuration needs the batch."""
 
-    AXES = ("dp", "ep", "pp")
+    AXES: tuple[str, ...] = ("dp", "ep", "pp")
 
     @staticmethod
     def problem(spec: ModelSpec, axes: Mapping[str, int], options: Mapping[str, Any]) -> str | None:
