@@ -127,11 +127,18 @@ def test_a_damaged_line_before_the_last_is_an_error_that_names_it(tmp_path: Path
     path = usual(tmp_path) / "metrics.jsonl"
     lines = path.read_text().splitlines()
     bad_load = json.dumps(moe_record(20) | {"load_by_layer": ["much"]})
-    for damage in ("{half", "[]", '{"kind": "train", "step": 20}', '{"kind": "other"}', bad_load):
+    step_0 = json.dumps(train_record(0))
+    for damage in ("{half", "[]", '{"kind": "train", "step": 20}', '{"kind": "other"}', bad_load, step_0):
         lines[2] = damage
         path.write_text("\n".join(lines) + "\n")
         with pytest.raises(InputError, match=r"metrics\.jsonl, line 3 is not a record"):
             read_run(tmp_path)
+
+
+def test_of_two_records_of_a_step_the_later_counts(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, [train_record(10), train_record(20, loss=3.0), train_record(20, loss=2.0)]))
+    assert [(record.step, record.loss) for record in run.train][1:] == [(20, 2.0)]
+    assert "<svg" in curves_svg(run)
 
 
 def test_losses_that_are_not_finite_are_read_and_told(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch._dynamo.utils as dynamo
-
+from shardwright.system.torch_private import compile_counters
 from shardwright.training.step import Trainer
 
 _step = Trainer.step
@@ -39,7 +38,7 @@ def counted_step(self: Trainer, *args: Any, **kwargs: Any) -> Any:
     before = counts()
     result = _step(self, *args, **kwargs)
     of_step = {name: value - before[name] for name, value in counts().items()}
-    frames, breaks = dynamo.counters["frames"]["ok"], sum(dynamo.counters["graph_break"].values())
+    frames, breaks = compile_counters()["frames"]["ok"], sum(compile_counters()["graph_break"].values())
     Path(os.environ["MOCK_COUNTS"]).write_text(json.dumps(of_step | {"frames": frames, "graph_breaks": breaks}))
     return result
 

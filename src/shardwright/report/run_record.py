@@ -158,7 +158,7 @@ def read_run(run_dir: str | Path) -> RunRecord:
         folder=folder,
         config=config,
         run_file=visible(read_text(inside(folder, RUN_FILE)).replace("\r\n", "\n")),
-        train=tuple(record for record in records if isinstance(record, TrainRecord)),
+        train=tuple({record.step: record for record in records if isinstance(record, TrainRecord)}.values()),
         validation=tuple(record for record in records if isinstance(record, EvaluationRecord)),
         starts=tuple(record for record in records if isinstance(record, StartRecord)),
         checkpoints=tuple(path.name for path in published(folder / CHECKPOINTS)),

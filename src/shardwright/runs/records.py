@@ -31,6 +31,7 @@ READ_BYTES = 2**24
 """Number of bytes of a growing file that are read at once."""
 Record = dict[str, Any]
 Step = Annotated[int, Field(ge=0, lt=2**53)]
+TrainedStep = Annotated[int, Field(ge=1, lt=2**53)]
 Amount = Annotated[float, Field(ge=-1e18, le=1e18, allow_inf_nan=False)]
 """Seconds, speeds and fractions of a record: finite, so that sums and the ticks of plots are finite. A loss may be
 anything."""
@@ -104,7 +105,7 @@ class TrainRecord:
     step of each rank without waiting for others (up to 256 ranks). The other fields are only for models with experts.
     """
 
-    step: Step
+    step: TrainedStep
     loss: Loss
     grad_norm: Loss
     lr: Amount

@@ -17,7 +17,7 @@ notice. No other module of the package may use a private name; it imports the fu
 
 import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -123,6 +123,20 @@ def storage_id(storage: torch.UntypedStorage) -> int:
 def tensor_version(tensor: Tensor) -> int:
     """Return how often a tensor was modified in place."""
     return tensor._version
+
+
+def recomputed_module(module: nn.Module) -> nn.Module | None:
+    """Return the module that PyTorch's wrapper for activation checkpointing recomputes; None for another module."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper  # slow to import
+
+    return module._checkpoint_wrapped_module if isinstance(module, CheckpointWrapper) else None
+
+
+def compile_counters() -> Mapping[str, Mapping[str, int]]:
+    """Return what `torch.compile` counts in this process: "frames", "graph_break", ..."""
+    from torch._dynamo.utils import counters  # slow to import
+
+    return counters
 
 
 def map_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:

@@ -41,9 +41,7 @@ class AccelerateDeepSpeedTrainer(DeepSpeedTrainer):
         super().__init__(spec, replace(world, axes={**world.axes, **self._OTHER_AXES}))
 
     def _initialized(self, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
-        AcceleratorState._reset_state(
-            reset_partial_state=True
-        )  # it keeps the plugin of the process's first Accelerator
+        AcceleratorState._reset_state(True)  # it keeps the plugin of the process's first Accelerator
         self.accelerator = Accelerator(
             gradient_accumulation_steps=config["gradient_accumulation_steps"],
             deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),

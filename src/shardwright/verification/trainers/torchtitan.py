@@ -22,7 +22,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
@@ -51,7 +50,7 @@ from torchtitan.trainer import Trainer as TitanTrainer
 from shardwright.hugging_face.float64 import Float64
 from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import InputError
-from shardwright.system.torch_private import take_micro_batches
+from shardwright.system.torch_private import recomputed_module, take_micro_batches
 from shardwright.verification.trainers.adapter import StepBatch, World
 from shardwright.verification.trainers.pieces import (
     expert_problem,
@@ -142,8 +141,7 @@ class TorchtitanTrainer:
             for module in part.modules():
                 if isinstance(module, FSDPModule):
                     module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-                if isinstance(module, CheckpointWrapper):
-                    block = module._checkpoint_wrapped_module
+                if (block := recomputed_module(module)) is not None:
                     block.forward = _within(self.mode, block.forward)  # a backward pass runs without the mode
         dims = self.trainer.parallel_dims
         self.data_ranks = dims.dp_replicate * dims.dp_shard
