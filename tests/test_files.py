@@ -2,6 +2,7 @@
 folder has one owner at a time."""
 
 import errno
+import fcntl
 import os
 import stat
 import subprocess
@@ -37,6 +38,17 @@ except InputError as error:
 """
 
 
+KILLED_OWNER = """
+import os, pathlib, sys, time
+from shardwright.system.owner import sole_owner
+with sole_owner(pathlib.Path(sys.argv[1])):
+    if os.fork() == 0:
+        time.sleep(2)
+        os._exit(0)
+    os.kill(os.getpid(), 9)
+"""
+
+
 def second_owner(folder: Path) -> str:
     command = [sys.executable, "-c", SECOND_OWNER, str(folder)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -46,6 +58,14 @@ def test_a_folder_has_one_owner_who_is_named_to_the_second(tmp_path: Path):
     with sole_owner(tmp_path / "run"):
         assert "is in use by process" in second_owner(tmp_path / "run")
     assert second_owner(tmp_path / "run").strip() == "owned"
+
+
+def test_a_folder_is_owned_once_the_processes_of_a_killed_owner_have_ended(tmp_path: Path):
+    assert subprocess.run([sys.executable, "-c", KILLED_OWNER, str(tmp_path / "run")]).returncode == -9
+    with pytest.raises(BlockingIOError), (tmp_path / "run" / ".lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    with sole_owner(tmp_path / "run"):
+        pass
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path):

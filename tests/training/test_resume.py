@@ -62,16 +62,16 @@ def killed_in_the_middle_of_a_shard(rank: int) -> None:
 
 
 def killed_between_shards_and_manifest(rank: int) -> None:
-    from shardwright.training.checkpoint.manifest import CheckpointManifest
+    from shardwright.training.checkpoint.store import CheckpointStore
 
-    write = CheckpointManifest.write
+    complete = CheckpointStore.complete
 
-    def die_or_write(self, folder):
-        if self.progress.step == 10:
+    def die_or_complete(self, step, manifest, run_toml):
+        if step == 10:
             kill_itself()
-        write(self, folder)
+        complete(self, step, manifest, run_toml)
 
-    CheckpointManifest.write = die_or_write
+    CheckpointStore.complete = die_or_complete
 
 
 def killed_before_the_rename(rank: int) -> None:

@@ -5,8 +5,10 @@ import fcntl
 import os
 import re
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from shardwright.system.errors import InputError
 from shardwright.system.files import inside, open_regular, read_bytes, runs_here
@@ -16,13 +18,18 @@ _OWNED_BY = "process "
 _OWNER = re.compile(rf"{_OWNED_BY}(\d{{1,9}}) on (\S+)\n")
 
 
+_ORPHANS_S = 30.0
+"""Seconds in which the processes of an owner that was killed have to end."""
+
+
 def problem_of_owner(folder: Path) -> str | None:
-    """Return why a run cannot start in a folder: another process owns it (`sole_owner`). None if no process does."""
+    """Return why a run cannot start in a folder: another process owns it (`sole_owner`). None if no process does, or
+    if the owner was killed, since `sole_owner` waits for processes that it started."""
     try:
         with open_regular(folder / LOCK) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _used_by(folder)
+        return None if _ends(folder) else _used_by(folder)
     except OSError:
         pass  # no folder, or no locks
     return None
@@ -51,12 +58,29 @@ def _used_by(folder: Path, another: str = "--set out=...") -> str:
     )
 
 
+def _ends(folder: Path) -> bool:
+    """Return whether the owner of a locked folder was killed, so that only processes that it started have the lock."""
+    return owner_runs(folder) is False and not _text_of_lock(folder).startswith(f"{_OWNED_BY}{os.getpid()} on ")
+
+
+def _locks(file: IO[str]) -> bool:
+    """Lock a file unless another process has locked it; return whether it did not."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system without locks: ownership cannot be checked
+    return True
+
+
 @contextlib.contextmanager
 def sole_owner(folder: Path, another: str = "--set out=...") -> Iterator[None]:
     """Own a folder during the block and create it if needed. The end of the process also releases it. `another`: the
     option that names another folder, for messages.
 
-    Raises InputError, with the owner's process, if another process owns the folder, and for a `.lock` of another
+    Waits for the processes of an owner that was killed. Raises InputError, with the owner's process, if another process
+    owns the folder, and for a `.lock` of another
     program, which is not replaced.
     """
     try:
@@ -65,12 +89,11 @@ def sole_owner(folder: Path, another: str = "--set out=...") -> Iterator[None]:
     except OSError as error:
         raise InputError(f"{folder} cannot be written: {error.strerror}; name another with {another}") from None
     with lock as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(_used_by(folder, another)) from None
-        except OSError:
-            pass  # a file system without locks: ownership cannot be checked
+        until = time.monotonic() + _ORPHANS_S
+        while not _locks(file):
+            if not _ends(folder) or time.monotonic() > until:
+                raise InputError(_used_by(folder, another))
+            time.sleep(0.05)
         file.seek(0)
         if (text := file.read(len(_OWNED_BY))) and text != _OWNED_BY:
             raise InputError(
