@@ -222,7 +222,7 @@ def test_the_wait_for_data_in_metrics_is_a_cause(tmp_path: Path):
     record |= {"tokens_per_s_per_device": 1.0, "tflops_per_s_per_device": 1.0, "mfu": None, "memory_bytes": 1}
     record |= {"step_s": 8.0, "data_s": 6.0, "forward_backward_s": 1.9, "optimizer_s": 0.1}
     metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text("".join(json.dumps(record | {"step": step}) + "\n" for step in range(20)))
+    metrics.write_text("".join(json.dumps(record | {"step": step}) + "\n" for step in range(1, 21)))
     assert "data" in [each["name"] for each in explain(metrics, config)["causes"]]
 
 
