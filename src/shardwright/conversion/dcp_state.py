@@ -36,14 +36,6 @@ _STEPS = ("train_state.step", "lr_scheduler.last_epoch")
 TOKENS, SAMPLES = "train_state.ntokens_seen", "train_state.samples_seen"
 _DATA = "dataloader."
 _NOT_TENSORS = (_DATA, "lr_scheduler.", "train_state.")
-_REFUSED = {
-    "amsgrad": False,
-    "maximize": False,
-    "decoupled_weight_decay": True,
-    "adam_w_mode": True,
-    "bias_correction": True,
-}
-"""Settings with which the update is not AdamW's -> the value that is supported."""
 CHUNK_BYTES = 2**28
 """Largest chunk that is written, unless one row is larger."""
 
@@ -224,9 +216,8 @@ def _settings(folder: TensorFolder, groups: str, updated: Sequence[FileTensor]) 
             raise CheckpointError(f"{folder.path} has moments of {tensor.name}, and no settings of AdamW ({place}lr)")
         stored = {key: value for key in AdamWGroup.model_fields if (value := folder.value(place + key)) is not None}
         group = checked(AdamWGroup, stored, f"{folder.file_of(place + 'lr')}: {place.removesuffix('.')}")
-        for key, valid in _REFUSED.items():
-            if getattr(group, key) not in (None, valid):
-                raise CheckpointError(f"{folder.path}: {place}{key}={getattr(group, key)}; supported: {valid}")
+        if other := group.other_update():
+            raise CheckpointError(f"{folder.path}: {place}{other}")
         with_peak[group.initial_lr is not None] = place
         peak = group.lr if group.initial_lr is None else group.initial_lr
         settings |= dict.fromkeys(

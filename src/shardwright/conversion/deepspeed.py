@@ -293,8 +293,8 @@ class DeepSpeedFolder:
     def _add_settings(self, group: Mapping[str, Any], settings: ZeroGroup, step: int, config: Any, file: Path) -> None:
         """Add the settings and the number of updates of the parameters of a group. `config`: DeepSpeed's, or a path."""
         stored = checked(DeepSpeedConfig, config if isinstance(config, Mapping) else {}, f"{file}: ds_config").optimizer
-        decoupled = stored.params.adam_w_mode
-        unsure = isinstance(config, str) or str(stored.type).lower() == "adam"
+        decoupled = stored.params.adam_w_mode if stored and stored.params else None
+        unsure = isinstance(config, str) or (stored is not None and str(stored.type).lower() == "adam")
         if decoupled is None and unsure and settings.weight_decay:
             self.remarks["adam_w_mode"] = (
                 "the files do not say it, as DeepSpeed 0.18.4 and older remove it or store a path; AdamW is assumed"

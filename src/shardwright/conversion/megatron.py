@@ -61,6 +61,15 @@ FIXED = {
 """Argument of a run -> the value with which its tensors have the meaning that they have here."""
 
 
+_IN_BUCKETS = "whose files do not name the parameters in a bucket"
+_OTHER_FORMS = {
+    "dp_reshardable": _IN_BUCKETS,
+    "fully_sharded_bucket_space": _IN_BUCKETS,
+    "dp_zero_gather_scatter": "which keeps the states of all data ranks in one object of their layout",
+    "fully_sharded_model_space": "which cuts flattened parameters between data ranks",
+    "fsdp_dtensor": "which Megatron FSDP writes",
+}
+"""Form of the distributed optimizer's states that is not read -> why."""
 _Places = dict[str, dict[tuple[int, int], tuple[str, tuple[int, ...]]]]
 
 
@@ -279,6 +288,8 @@ def _other_arguments(arguments: Mapping[str, Any], spec: ModelSpec) -> Iterator[
     }  # fmt: skip
     if spec.moe is not None:
         fixed |= router_arguments(spec.moe)
+    if arguments.get("weight_decay") == 0:
+        fixed.pop("decoupled_weight_decay")  # both updates are the same
     for key, valid in fixed.items():
         if (there := arguments.get(key)) is not None and (isinstance(there, Tensor) or there != valid):
             yield f"the run has {key}={there!r}; supported: {valid!r}"
@@ -297,11 +308,11 @@ def _groups(stored: Mapping[Any, Any], where: str) -> Iterator[tuple[dict[str, A
     """Yield the settings and the number of updates of each group of an optimizer, or of several. Raises CheckpointError
     for states whose tensors are not of one parameter each. `where`: the file and the key, for errors."""
     optimizer = checked(MegatronOptimizer, stored, where)
-    if optimizer.param_state_sharding_type != SHARDING:
+    if (form := optimizer.param_state_sharding_type) not in (None, SHARDING):
+        reason = _OTHER_FORMS.get(str(form), "which is not known here")
         raise CheckpointError(
-            f"{where}: the distributed optimizer's states are in the form {optimizer.param_state_sharding_type}, whose "
-            f"files do not name the parameters in a bucket; supported: {SHARDING} (save a step with "
-            f"--dist-ckpt-optim-fully-reshardable)"
+            f"{where}: the distributed optimizer's states are in the form {form}, {reason}; supported: {SHARDING} "
+            f"(load it in Megatron Core 0.15 or newer and save a step with --dist-ckpt-optim-fully-reshardable)"
         )
     if optimizer.param_groups is None:
         for key, value in stored.items():

@@ -9,19 +9,29 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from torch import Tensor
 
 from shardwright.hugging_face.schema import MOST_SHOWN, Count
-from shardwright.system.errors import DamagedError
+from shardwright.system.errors import CheckpointError, DamagedError
 
 M = TypeVar("M", bound=BaseModel)
 
 
 def _number(value: Any) -> Any:
-    """Return the number in a tensor of one element; other values as they are."""
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    """Return the number in a tensor of one element; other values as they are. Raises ValueError for a tensor without
+    values."""
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        return value
+    if value.is_meta:
+        raise ValueError("its tensor has no values (device meta)")
+    return value.item()
 
 
 def _whole(value: Any) -> Any:
     value = _number(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _flag(value: Any) -> Any:
+    value = _number(value)
+    return bool(value) if type(value) is int and value in (0, 1) else value
 
 
 def _floats(value: Any) -> Any:
@@ -34,7 +44,7 @@ Whole = Annotated[Count, BeforeValidator(_whole)]
 """A count, such as the number of steps: an integer, also as a float or a tensor of one element."""
 Real = Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)]
 Beta = Annotated[Real, Field(lt=1)]
-Flag = Annotated[bool, BeforeValidator(lambda value: bool(value) if type(value) is int and value in (0, 1) else value)]
+Flag = Annotated[bool, BeforeValidator(_flag)]
 Floats = Annotated[Tensor, BeforeValidator(_floats)]
 Shape = Annotated[tuple[Count, ...], Field(strict=False)]
 
@@ -58,6 +68,24 @@ class AdamWGroup(ForeignValues):
     decoupled_weight_decay: Flag | None = None
     adam_w_mode: Flag | None = None
     bias_correction: Flag | None = None
+    max_coeff: Any = None
+
+    def other_update(self) -> str | None:
+        """Return the setting with which the update is not AdamW's, with the supported value; None if there is none.
+
+        Without weight decay Adam's update is AdamW's. RAdam's and LAMB's states have the names of AdamW's, so their
+        groups tell them apart: PyTorch's RAdam has `decoupled_weight_decay` and no `amsgrad`; LAMB has `max_coeff`.
+        """
+        if self.max_coeff is not None:
+            return f"max_coeff={self.max_coeff!r}, which is LAMB's; supported: AdamW"
+        if self.decoupled_weight_decay is not None and self.amsgrad is None:
+            return "decoupled_weight_decay without amsgrad, as RAdam has it; supported: AdamW"
+        supported = {"amsgrad": False, "maximize": False, "bias_correction": True}
+        if self.weight_decay:
+            supported |= {"decoupled_weight_decay": True, "adam_w_mode": True}
+        differing = (key for key, valid in supported.items() if getattr(self, key) not in (None, valid))
+        key = next(differing, None)
+        return None if key is None else f"{key}={getattr(self, key)}; supported: {supported[key]}"
 
 
 class ParameterNames(ForeignValues):
@@ -186,13 +214,13 @@ class DeepSpeedOptimizer(ForeignValues):
     """The optimizer of a ds_config."""
 
     type: str | None = None
-    params: AdamParams = AdamParams()
+    params: AdamParams | None = None
 
 
 class DeepSpeedConfig(ForeignValues):
     """The keys of a ds_config that change the update."""
 
-    optimizer: DeepSpeedOptimizer = DeepSpeedOptimizer()
+    optimizer: DeepSpeedOptimizer | None = None
 
 
 class MegatronFormat(ForeignValues):
@@ -242,7 +270,7 @@ class CommonStep(ForeignValues):
 class MegatronOptimizer(ForeignValues):
     """An optimizer of Megatron, or several under numbers."""
 
-    param_state_sharding_type: str = "fully_reshardable"
+    param_state_sharding_type: str | None = None
     param_groups: list[Any] | None = None
     state: CommonStep = CommonStep()
 
@@ -250,7 +278,8 @@ class MegatronOptimizer(ForeignValues):
 def checked(form: type[M], values: Any, where: str | Path) -> M:
     """Return values of another system as `form`. `where`: the file, and the place in it.
 
-    Raises DamagedError with the first value of another type or outside its range.
+    Raises DamagedError with the first value of another type or outside its range, and CheckpointError with a valid
+    value that is not supported.
     """
     try:
         return form.model_validate(values)
@@ -263,7 +292,7 @@ def checked(form: type[M], values: Any, where: str | Path) -> M:
     if problem["type"] == "missing":
         raise DamagedError(f"{where}: {key} is missing")
     if problem["type"] == "literal_error":
-        raise DamagedError(f"{where}: {key}={said}; supported: {problem['ctx']['expected']}")
+        raise CheckpointError(f"{where}: {key}={said}; supported: {problem['ctx']['expected']}")
     message = problem["msg"].removeprefix("Value error, ")
     raise DamagedError(f"{where}: {f'{key}={said}' if key else said}: {message[0].lower()}{message[1:]}")
 
