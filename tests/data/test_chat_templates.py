@@ -97,6 +97,10 @@ TRAINED = {
     },
     "gemma": {"one": ["4.<end_of_turn>"], "same": ["go<end_of_turn>"] * 3},
     "r1": {"one": ["4.</s>"], "thinking": ["\n\n4.</s>", "\n\n5.</s>"]},
+    "harmony": {
+        "one": ["<|channel|>final<|message|>4.<|return|></s>"],
+        "tools": [' to=functions.weather<|channel|>commentary json<|message|>{"city": "Z\u00fcrich"}<|call|>', "<|channel|>final<|message|>It is 20 \u00b0C.", "<|channel|>final<|message|>Where?<|return|></s>"],
+    },
     "plain": {"one": ["4.\n</s>"], "same": ["go\n", "go\n", "go\n</s>"]},
 }  # fmt: skip
 

@@ -36,7 +36,8 @@ class TemplateRefusal(ValueError):
 
 
 class _MarkedText(NamedTuple):
-    """A text without its marks, and the place of each message's mark."""
+    """A text without its marks, and the first place of each message's mark: gpt-oss repeats the name of a call in front
+    of its result."""
 
     text: str
     places: dict[int, int]
@@ -218,7 +219,7 @@ class ChatTemplate:
         parts, at, places = _MARKS.split(marked), 0, {}
         for i, part in enumerate(parts):
             if i % 2:
-                places[int(part)] = at
+                places.setdefault(int(part), at)
             else:
                 at += len(part)
         return _MarkedText("".join(parts[::2]), places)
