@@ -151,11 +151,15 @@ def checked_call(function: Callable[P, R], name: str = "", error: type[InputErro
     """Wrap a function or method of the Python API so that invalid arguments raise `error`.
 
     The error has one sentence for each argument that is missing, unknown, given twice, of a wrong type, or given by
-    position although it is keyword-only. `name`: the name that the caller uses, by default the function's own.
+    position although it is keyword-only. `name`: the name that the caller uses, by default the function's own. Of the
+    types, bool is checked before the call, since any value can be used as one.
     """
+    switches = [each.name for each in inspect.signature(function).parameters.values() if each.annotation is bool]
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not all(isinstance(kwargs.get(switch), bool | None) for switch in switches):
+            raise error(*_argument_problems(function, name or function.__qualname__, args, kwargs))
         try:
             return function(*args, **kwargs)
         except (TypeError, AttributeError, LookupError):  # the arguments may be the cause
