@@ -216,7 +216,8 @@ class ChatTemplate:
             marked = self._render(messages, given, generation)
         except TemplateRefusal:
             return _MarkedText("", {})
-        parts, at, places = _MARKS.split(marked), 0, {}
+        parts, at = _MARKS.split(marked), 0
+        places: dict[int, int] = {}
         for i, part in enumerate(parts):
             if i % 2:
                 places.setdefault(int(part), at)
