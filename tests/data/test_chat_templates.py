@@ -209,6 +209,16 @@ def test_a_control_token_that_the_tokenizer_lacks_is_reported(tmp_path: Path) ->
     assert min(manifest.source["plain_markers"].values()) > 1
 
 
+def test_a_process_of_a_template_that_was_killed_is_answered_and_ends_without_an_error() -> None:
+    process = template_process.TemplateProcess(template=published.CHATML, tokens={}, special_tokens=[], now=0, utc=True)
+    process._process.kill()
+    process._process.wait()
+    for _ in range(2):
+        with pytest.raises(DataError, match="choose another with --chat-template"):
+            process.prompt([published.user("a")])
+    template_process._end(process._process)
+
+
 def test_the_date_of_a_template_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "86400")
     record = published.TALKS["one"]

@@ -57,9 +57,9 @@ Progress = Callable[[int, int], None]
 class Survey:
     """Layouts of a job: their number, all that fit, and the layout that needs the least memory (None if there is none).
 
-    `nearest_bytes`: the memory of the device that this layout needs. Not of all layouts, but of those that may fit and
-    are fast enough, if the survey had a longest time. `least`: the same, or if larger, its share of its
-    host's memory as an equal share of the limit of a device.
+    `nearest_bytes`: the memory of the device that this layout needs. `least`: the same, or if larger, its share of its
+    host's memory as an equal share of the limit of a device. A survey with a longest time compares only layouts that
+    may fit.
     """
 
     n_layouts: int
