@@ -72,6 +72,9 @@ def test_control_characters_and_what_has_no_width_or_turns_the_direction_are_sho
 
 @pytest.mark.parametrize("url", [url for url in URLS if "@" in url])
 def test_a_secret_is_masked_where_a_library_repeats_it_without_its_url(url):
-    text = without_secrets(f"{url}: Invalid bucket name {url.partition('://')[2]!r}")
+    after = url.partition("://")[2]
+    user = after.rpartition("@")[0]
+    text = without_secrets(f"{url}: Invalid bucket name {after!r}, got {user!r} and {user.partition(':')[2]!r}")
     assert "SECRET" not in text
-    assert "RET@" not in text
+    assert "RET" not in text
+    assert without_secrets("ssh://git@host: no github.com") == "ssh://***@host: no github.com"

@@ -318,6 +318,17 @@ def test_a_place_to_write_that_is_no_file_is_refused_and_stays_what_it_is(folder
     refused(folder, command, make)
 
 
+@pytest.mark.parametrize(
+    "command", rest_prove([each for verb in WRITTEN.values() for each in verb.values()], "export hf --out PLACE")
+)
+def test_a_url_to_write_to_is_refused_and_makes_no_folder_of_its_name(folder, command):
+    with ends():
+        result = CliRunner().invoke(app, command.replace("PLACE", "s3://bucket/place").split())
+    assert (result.exit_code, "Traceback" in result.output) == (2, False), (result.output, result.exception)
+    assert "that is a URL" in " ".join(result.output.split())
+    assert not (folder / "s3:").exists()
+
+
 @pytest.mark.parametrize("make", [pipe, endless, terabyte])
 def test_an_extension_that_is_no_file_is_refused(folder, make):
     refused(folder, EXTENSION, make)

@@ -45,19 +45,25 @@ CUTOFF = 0.6
 MASK = "***"
 _USER = re.compile(r"""(?<=\w)(://?)(?:[^\s"'/@:]*|[^\s"'/@:]*:[^\s"']*)@""")
 """The user and the password of a URL, also after the URL became a path with one slash: `s3:/KEY:SECRET@bucket`."""
+_LONG_ENOUGH = 6
+"""Characters from which on a repeated secret is masked. A shorter one, such as `git`, may be a part of another word."""
 _SECRET_NAMES = "token|secret|password|passwd|signature|credential|key|sig|auth"
 _TOKEN = re.compile(rf"""([?&][\w.-]*(?:{_SECRET_NAMES})[\w.-]*=)[^\s"'&#]+""", re.IGNORECASE)
 
 
 def without_secrets(text: str) -> str:
     """Return a text with the user, password and tokens of URLs masked as `***`: `s3://***@bucket/run`. A user and
-    password are also masked where the text repeats them without their URL, as errors of libraries do."""
+    password are also masked where the text repeats them without their URL, as errors of libraries do: both together, and
+    the password alone."""
     if ":/" not in text:
         return text
     users = {each[0].removeprefix(each[1]) for each in _USER.finditer(text)} - {"@"}
     text = _USER.sub(rf"\1{MASK}@", text)
-    for user in users:
+    for user in sorted(users, key=len, reverse=True):
         text = text.replace(user, f"{MASK}@")
+        for part in (user[:-1], user[:-1].partition(":")[2]):
+            if len(part) >= _LONG_ENOUGH:
+                text = text.replace(part, MASK)
     return _TOKEN.sub(rf"\1{MASK}", text)
 
 
