@@ -53,8 +53,8 @@ _TOKEN = re.compile(rf"""([?&][\w.-]*(?:{_SECRET_NAMES})[\w.-]*=)[^\s"'&#]+""", 
 
 def without_secrets(text: str) -> str:
     """Return a text with the user, password and tokens of URLs masked as `***`: `s3://***@bucket/run`. A user and
-    password are also masked where the text repeats them without their URL, as errors of libraries do: both together, and
-    the password alone."""
+    password are also masked where the text repeats them without their URL, as errors of libraries do: both together
+    and the password alone."""
     if ":/" not in text:
         return text
     users = {each[0].removeprefix(each[1]) for each in _USER.finditer(text)} - {"@"}
