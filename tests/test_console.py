@@ -57,7 +57,7 @@ def test_the_run_file_that_a_run_keeps_has_no_secret(tmp_path):
     assert load(path).checkpoint.durable == "s3://***@bucket/run"
 
 
-def test_control_characters_and_overrides_of_direction_are_shown():
+def test_control_characters_and_what_has_no_width_or_turns_the_direction_are_shown():
     out = io.StringIO()
     text = "\x1b[31m\x07a\u202eb\u2066c\x9b\ud800\td\ne \u05d0"
     PlainConsole(file=out, highlight=False, width=200).print(text, markup=False)
@@ -65,10 +65,16 @@ def test_control_characters_and_overrides_of_direction_are_shown():
     assert visible(text) == shown
     assert out.getvalue() == visible(out.getvalue()), "rich drops some of them itself"
     assert "\\u202eb\\u2066c\\x9b\\ud800" in out.getvalue()
+    unseen = "\u2028\u2029\u061c\u200e\u200f\u200b\u2060\ufeff\U000e0041"
+    assert visible(unseen) == unseen.encode("ascii", "backslashreplace").decode()
+    assert visible("\u200c \u200d \N{MAN}\u200d\N{WOMAN}") == "\u200c \u200d \N{MAN}\u200d\N{WOMAN}", "joiners stay"
 
 
 @pytest.mark.parametrize("url", [url for url in URLS if "@" in url])
 def test_a_secret_is_masked_where_a_library_repeats_it_without_its_url(url):
-    text = without_secrets(f"{url}: Invalid bucket name {url.partition('://')[2]!r}")
+    after = url.partition("://")[2]
+    user = after.rpartition("@")[0]
+    text = without_secrets(f"{url}: Invalid bucket name {after!r}, got {user!r} and {user.partition(':')[2]!r}")
     assert "SECRET" not in text
-    assert "RET@" not in text
+    assert "RET" not in text
+    assert without_secrets("ssh://git@host: no github.com") == "ssh://***@host: no github.com"

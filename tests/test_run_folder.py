@@ -44,9 +44,10 @@ def test_records_and_pipeline_steps_are_read_as_they_were_written_and_half_a_lin
 
 
 def test_numbers_times_and_texts_that_cannot_be_shown_are_read_as_what_can(tmp_path: Path):
-    texts = {"device": "\x1b[31m\u202e", "checkpoint": "s3://KEY:SECRET@b/x", "time": "9999-12-31T23:59:59-14:00"}
+    texts = {"device": "\x1b[31m\u202e", "torch": "2\nb\tc", "checkpoint": "s3://KEY:SECRET@b/x"}
+    texts["time"] = "9999-12-31T23:59:59-14:00"
     start = as_record(StartRecord(0, "1 rank", "one rank", "constant", 1, "host", "cpu", "2.13", "0.1")) | texts
-    evaluation = {"kind": "evaluation", "step": 1, "loss": 1.7e308, "sources": {"\x07": -1e39}, "time": "no date"}
+    evaluation = {"kind": "evaluation", "step": 1, "loss": 1.7e308, "sources": {"\x07\na": -1e39}, "time": "no date"}
     event = {"kind": "fault", "step": 1, "text": "https://u:SECRET@h/x \x1b[2J", "time": now()}
     lines = [json.dumps(each, ensure_ascii=escaped) for each in (start, evaluation) for escaped in (True, False)]
     (tmp_path / "metrics").write_text("\n".join(lines) + "\n")
@@ -55,7 +56,8 @@ def test_numbers_times_and_texts_that_cannot_be_shown_are_read_as_what_can(tmp_p
     assert first == again
     assert isinstance(first, StartRecord)
     assert (first.device, first.checkpoint, first.time) == ("\\x1b[31m\\u202e", "s3://***@b/x", None)
-    assert evaluations == [EvaluationRecord(1, math.inf, None, {"\\x07": -math.inf})] * 2
+    assert first.torch == "2\\x0ab\\x09c", "a name does not begin a line of its own"
+    assert evaluations == [EvaluationRecord(1, math.inf, None, {"\\x07\\x0aa": -math.inf})] * 2
     assert read_events(tmp_path)[0].text == "https://***@h/x \\x1b[2J"
     foreign = {**event, "text": "TEXT"}
     for written, shown in ((r"a\b\f\rb", r"a\x08\x0c\x0db"), (r"s3:\/\/KEY:SECRET@bucket", "s3://***@bucket")):

@@ -62,6 +62,18 @@ def test_values_of_a_wrong_type_are_named_with_the_type_that_is_needed():
             r"fix=3 is of type int; Mapping\[str, Any\] \| None",
         ),
         (shardwright.plan, ("debug", "h100:2"), sizes | {"seq_len": 0}, "seq_len=0: a number of 1 or more is needed"),
+        *(
+            (shardwright.plan, ("debug", f"{name}:2"), sizes | given, said)
+            for name, given, said in (
+                ("h100", {"precision": "bf17"}, "precision='bf17': not one of the choices; did you mean 'bf16'"),
+                ("a100-40", {"precision": "fp8"}, "precision='fp8': the peak of a100-40gb in it is not known"),
+                ("h100", {"optimizer": "adamm"}, "optimizer='adamm': not one of the choices; did you mean 'adamw'"),
+                ("h100", {"narrow_states": "no"}, "narrow_states='no' is of type str; bool is needed"),
+                ("h100", {"global_batch": 10**30}, "at most 2,147,483,648 is possible"),
+                ("h100", {"fix": {"tp": "two"}}, "tp=two: a whole number is needed"),
+                ("h100", {"fix": {"micro_batch": "a"}}, "micro_batch=a: sequences at a time, 1 or more"),
+            )
+        ),
         (shardwright.preset, (5,), {}, "name=5 is of type int; str is needed"),
         (shardwright.load_run, (5,), {}, r"folder=5 is of type int; str \| Path is needed"),
         (shardwright.train, (5,), {}, r"run=5 is of type int; str \| Path \| Mapping"),

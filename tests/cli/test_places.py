@@ -24,7 +24,7 @@ from shardwright.data.tokenizer import train_bpe
 from shardwright.hugging_face.architecture import architecture_of
 from shardwright.hugging_face.table import file_tensors
 from tests.cli.test_mutated_input import write_files
-from tests.marks import prove
+from tests.marks import prove, rest_prove
 
 HANGS_S = 120
 """Seconds after which a verb is taken to wait for a pipe without end; every command here takes a few."""
@@ -316,6 +316,17 @@ def test_a_place_to_read_that_is_no_file_is_refused(folder, command, make):
 @pytest.mark.parametrize(("command", "make"), commands(WRITTEN, (bound_socket, link_out, loop, pipe)))
 def test_a_place_to_write_that_is_no_file_is_refused_and_stays_what_it_is(folder, command, make):
     refused(folder, command, make)
+
+
+@pytest.mark.parametrize(
+    "command", rest_prove([each for verb in WRITTEN.values() for each in verb.values()], "export hf --out PLACE")
+)
+def test_a_url_to_write_to_is_refused_and_makes_no_folder_of_its_name(folder, command):
+    with ends():
+        result = CliRunner().invoke(app, command.replace("PLACE", "s3://bucket/place").split())
+    assert (result.exit_code, "Traceback" in result.output) == (2, False), (result.output, result.exception)
+    assert "s3:/bucket/place" in " ".join(result.output.split())
+    assert not (folder / "s3:").exists()
 
 
 @pytest.mark.parametrize("make", [pipe, endless, terabyte])

@@ -117,9 +117,27 @@ R1 = """{{ bos_token }}{% for m in messages %}
 PLAIN = """{% for m in messages %}{% if m.content == '' %}{% continue %}{% endif %}{{ m.role }}: {{ m.content }}
 {% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
 
+HARMONY = """{%- set call = namespace(name=none) %}{%- set reasoned = namespace(last=-1) %}
+{%- for m in messages %}{%- if m.role == 'assistant' and not m.tool_calls %}{%- set reasoned.last = loop.index0 %}
+{%- endif %}{%- endfor %}
+{{- '<|start|>system<|message|>' + (model_identity | default('You are a model.')) }}
+{%- if tools %}{{- '\n# Tools\n' + tools[0].function | tojson }}{%- endif %}{{- '<|end|>' }}
+{%- for m in messages %}{%- if m.role == 'assistant' %}
+{%- if m.thinking and loop.index0 >= reasoned.last %}
+{{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{%- endif %}
+{%- if m.tool_calls %}{%- set call.name = m.tool_calls[0].function.name %}
+{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+{{- m.tool_calls[0].function.arguments | tojson + '<|call|>' }}
+{%- else %}{{- '<|start|>assistant<|channel|>final<|message|>' + m.content }}
+{{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}{%- endif %}
+{%- elif m.role == 'tool' %}{{- '<|start|>functions.' + call.name + ' to=assistant<|channel|>commentary<|message|>' }}
+{{- m.content | tojson + '<|end|>' }}
+{%- else %}{{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
+"""As gpt-oss: a result names its call, and only the last turn keeps its reasoning and ends with <|return|>."""
 TEMPLATES = {
     "llama-2": LLAMA_2, "chatml": CHATML, "generation": GENERATION, "llama-3": LLAMA_3, "mistral": MISTRAL,
-    "qwen-3": QWEN_3, "gemma": GEMMA, "r1": R1, "plain": PLAIN,
+    "qwen-3": QWEN_3, "gemma": GEMMA, "r1": R1, "plain": PLAIN, "harmony": HARMONY,
 }  # fmt: skip
 SPECIAL = (
     "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "[INST]",
@@ -165,7 +183,7 @@ TOOL_TALKS: dict[str, dict[str, Any]] = {
         ],
     },
 }  # fmt: skip
-READS_TOOLS = ("llama-3", "mistral", "qwen-3")
+READS_TOOLS = ("llama-3", "mistral", "qwen-3", "harmony")
 
 
 def tokenizer_file(folder: Path, kind: str, special: bool) -> Path:

@@ -97,6 +97,10 @@ TRAINED = {
     },
     "gemma": {"one": ["4.<end_of_turn>"], "same": ["go<end_of_turn>"] * 3},
     "r1": {"one": ["4.</s>"], "thinking": ["\n\n4.</s>", "\n\n5.</s>"]},
+    "harmony": {
+        "one": ["<|channel|>final<|message|>4.<|return|></s>"],
+        "tools": [' to=functions.weather<|channel|>commentary json<|message|>{"city": "Z\u00fcrich"}<|call|>', "<|channel|>final<|message|>It is 20 \u00b0C.", "<|channel|>final<|message|>Where?<|return|></s>"],
+    },
     "plain": {"one": ["4.\n</s>"], "same": ["go\n", "go\n", "go\n</s>"]},
 }  # fmt: skip
 
@@ -203,6 +207,16 @@ def test_a_control_token_that_the_tokenizer_lacks_is_reported(tmp_path: Path) ->
                        chat_template=tmp_path / "template.jinja")  # fmt: skip
     assert set(manifest.source["plain_markers"]) == {"<|im_start|>", "<|im_end|>"}
     assert min(manifest.source["plain_markers"].values()) > 1
+
+
+def test_a_process_of_a_template_that_was_killed_is_answered_and_ends_without_an_error() -> None:
+    process = template_process.TemplateProcess(template=published.CHATML, tokens={}, special_tokens=[], now=0, utc=True)
+    process._process.kill()
+    process._process.wait()
+    for _ in range(2):
+        with pytest.raises(DataError, match="choose another with --chat-template"):
+            process.prompt([published.user("a")])
+    template_process._end(process._process)
 
 
 def test_the_date_of_a_template_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,12 @@
 """Conversion and checks of the models and layouts that users pass to the Python API."""
 
+from collections.abc import Collection, Mapping
+
 from shardwright.layout.layout import Layout
 from shardwright.model.presets import resolve
 from shardwright.model.spec import ModelSpec
-from shardwright.system.errors import ConfigError, InputError
+from shardwright.system.errors import ConfigError, InputError, nearest
+from shardwright.system.units import MOST_COUNTED
 
 
 def as_spec(model: object, also: str = "") -> ModelSpec:
@@ -23,9 +26,21 @@ def as_spec(model: object, also: str = "") -> ModelSpec:
 
 
 def check_counts(**counts: int) -> None:
-    """Raise InputError for each count below 1."""
-    if small := [f"{name}={n}: a number of 1 or more is needed" for name, n in counts.items() if n < 1]:
-        raise InputError(*small)
+    """Raise InputError for each count below 1 or above `MOST_COUNTED`."""
+    wrong = [f"{name}={n}: a number of 1 or more is needed" for name, n in counts.items() if n < 1]
+    large = {name: n for name, n in counts.items() if n > MOST_COUNTED}
+    if wrong := [*wrong, *(f"{name}={n:,}: at most {MOST_COUNTED:,} is possible" for name, n in large.items())]:
+        raise InputError(*wrong)
+
+
+def check_choices(given: Mapping[str, tuple[str, Collection[str]]]) -> None:
+    """Raise InputError for each argument that is none of its choices. `given`: (value, choices), by name."""
+    if wrong := [
+        f"{name}={value!r}: not one of the choices; {nearest(value, choices)}"
+        for name, (value, choices) in given.items()
+        if value not in choices
+    ]:
+        raise InputError(*wrong)
 
 
 def check_layout(layout: object) -> None:

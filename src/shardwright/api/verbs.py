@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwright.api.arguments import as_spec, check_counts, check_layout
+from shardwright.api.arguments import as_spec, check_choices, check_counts, check_layout
 from shardwright.layout.layout import Layout
 from shardwright.model.presets import resolve
 from shardwright.model.spec import ModelSpec
 from shardwright.runs.folder import CHECKPOINTS, published
 from shardwright.system import extensions
-from shardwright.system.errors import InputError, checked_call, nearest
+from shardwright.system.errors import InputError, checked_call
 
 if TYPE_CHECKING:
     from shardwright.config import RunConfig
@@ -71,9 +71,11 @@ def plan(
     the fastest first. Raises InputError for an unknown cluster, model or precision, LayoutError if no layout can share
     the batch.
     """
+    from shardwright.cost.formats import FORMATS
     from shardwright.cost.hardware import cluster as find_cluster
     from shardwright.cost.job import Job
     from shardwright.cost.machine import on_machine
+    from shardwright.optimizers import OPTIMIZERS
     from shardwright.planner.batches import cheapest
     from shardwright.planner.search import search
     from shardwright.planner.simplicity import PREFERENCES
@@ -81,7 +83,13 @@ def plan(
     from shardwright.report.plan_table import PlanTable
 
     check_counts(global_batch=global_batch, seq_len=seq_len, top=top)
+    check_choices({
+        "precision": (precision, FORMATS), "optimizer": (optimizer, OPTIMIZERS),
+        **({} if prefer is None else {"prefer": (prefer, PREFERENCES)}),
+    })  # fmt: skip
     found = find_cluster(cluster, None if hardware is None else Path(hardware))
+    if (problem := found.accelerator.peak_problem(FORMATS[precision].peak)) is not None:
+        raise InputError(f"precision={precision!r}: {problem}")
     job = Job(
         model=as_spec(model),
         cluster=found if host_memory is None else found.with_host_memory(host_memory),
@@ -91,8 +99,6 @@ def plan(
         optimizer=optimizer,
         narrow_states=narrow_states,
     )
-    if prefer is not None and prefer not in PREFERENCES:
-        raise InputError(f"prefer={prefer!r}: not a preference; {nearest(prefer, PREFERENCES)}")
     fixed = None if fix is None else fixed_values(fix)
     result = search(on_machine(job), memory_margin=memory_margin, top=top, fixed=fixed, prefer=prefer)
     result = cheapest(result, memory_margin=memory_margin, top=top) if prefer == "cheapest" else result

@@ -32,9 +32,10 @@ from shardwright.system.errors import (
     system_limit,
     too_many_files,
 )
-from shardwright.system.files import is_text, parse_json, parse_toml, problem_of_place, read_text, reason
+from shardwright.system.files import is_text, parse_json, parse_toml, problem_of_place, read_text, reason, url_problem
 from shardwright.system.processes import in_one_sentence
 from shardwright.system.signals import interrupts, leaving_is_failure
+from shardwright.system.units import MOST_COUNTED
 from shardwright.view import terminal
 from shardwright.view.document import VerbDocument
 
@@ -265,7 +266,6 @@ def show(document: VerbDocument, as_json: bool, html: Path | None, *others: Path
         print_text(f"written to {path}")
 
 
-MOST_COUNTED = 2**31
 _MOST = {"--top": 2000, "--micro-batch": 2**16, "--batch-size": 2**16, "--concurrency": 10**6}
 """The largest valid number of options whose work or memory grows with the number."""
 
@@ -287,7 +287,7 @@ def wrong_place(option: str, path: Path | None, named: Mapping[str, str] | None 
         return []
     if named and path.suffix.lower() not in named:
         return [f"{option} {path}: {', '.join(f'{words} *{suffix}' for suffix, words in named.items())}"]
-    if not path.absolute().parent.is_dir():
+    if url_problem(path) is None and not path.absolute().parent.is_dir():
         return [f"{option} {path}: there is no folder {path.parent}; make it first"]
     problem = problem_of_place(path)
     return [] if problem is None else [f"{option} {problem}"]

@@ -191,11 +191,8 @@ def changed_cluster(text: str, options: PlanOptions, link: str | None, network: 
 
 def no_peak(cluster: "Cluster", precision: str) -> list[str]:
     """Return the problem of a precision if the peak of the cluster's accelerator in it is not known."""
-    known = cluster.accelerator.flops_per_s
-    if FORMATS[precision].peak in known:
-        return []
-    name = cluster.accelerator.name
-    return [f"--precision {precision}: the peak of {name} in it is not known; known: {', '.join(known)}"]
+    problem = cluster.accelerator.peak_problem(FORMATS[precision].peak)
+    return [] if problem is None else [f"--precision {precision}: {problem}"]
 
 
 def choice_of_run(config: "RunConfig", job: "Job", limit_bytes: float) -> "Choice":

@@ -64,13 +64,14 @@ def sweep(options: SweepOptions) -> None:
 
     Exit codes: 0 all runs ended, 75 stopped by a signal, 2 the input cannot be used, 3 a run failed.
     """
-    from shardwright.system.files import write_whole
+    from shardwright.system.files import problem_above, write_whole
     from shardwright.training.sweep import best_by_flops, fit_power_law, parse_grid, sweep_runs
     from shardwright.training.sweep_view import sweep_document, sweep_svg
 
     wrong = wrong_place("--draw", options.draw, {".svg": "a picture is named"})
     wrong += wrong_place("--html", options.html, {".html": "a page is named"})
     wrong += ["--out is missing; give a folder for the runs"] * (options.out is None)
+    wrong += [] if options.out is None or (at_url := problem_above(options.out)) is None else [f"--out {at_url}"]
     wrong += [f"--on {options.on}: valid: slurm, whose jobs have arrays"] * (options.on not in (None, "slurm"))
     wrong += wrong_sizes({"--per-node": options.per_node, "--cpus": options.cpus})
     if wrong or options.out is None:

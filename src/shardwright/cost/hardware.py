@@ -93,6 +93,12 @@ class Accelerator:
     workspace_bytes: float = 32 * MiB
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
 
+    def peak_problem(self, precision: str) -> str | None:
+        """Return why matmuls of a precision cannot be priced: their peak is not known; else None."""
+        if precision in self.flops_per_s:
+            return None
+        return f"the peak of {self.name} in it is not known; known: {', '.join(self.flops_per_s)}"
+
     @property
     def is_cpu(self) -> bool:
         """Whether it is a processor that runs the training program itself."""

@@ -36,7 +36,8 @@ class TemplateRefusal(ValueError):
 
 
 class _MarkedText(NamedTuple):
-    """A text without its marks, and the place of each message's mark."""
+    """A text without its marks, and the first place of each message's mark: gpt-oss repeats the name of a call in front
+    of its result."""
 
     text: str
     places: dict[int, int]
@@ -215,10 +216,11 @@ class ChatTemplate:
             marked = self._render(messages, given, generation)
         except TemplateRefusal:
             return _MarkedText("", {})
-        parts, at, places = _MARKS.split(marked), 0, {}
+        parts, at = _MARKS.split(marked), 0
+        places: dict[int, int] = {}
         for i, part in enumerate(parts):
             if i % 2:
-                places[int(part)] = at
+                places.setdefault(int(part), at)
             else:
                 at += len(part)
         return _MarkedText("".join(parts[::2]), places)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,4 +85,5 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
     for stream in (process.stdin, process.stdout):
         if stream is not None:
-            stream.close()
+            with suppress(BrokenPipeError):  # of a question that a dead process never read
+                stream.close()

@@ -87,6 +87,8 @@ class LayoutKey:
             if value not in valid:
                 hint = nearest(value, valid) if isinstance(value, str) else f"valid: {', '.join(map(str, valid))}"
                 return f"not one of the choices; {hint}"
+        elif (not_whole := self.number_problem(value)) is not None:
+            return not_whole
         elif self.type in (int, int | None) and value < self.least:
             ranks = value == -1 and self.least == 1
             rest = ": the number itself, there is no -1 for the ranks that are left" if ranks else ""
@@ -94,6 +96,12 @@ class LayoutKey:
         elif self.type in (int, int | None) and value > self.most:
             return f"at most {self.most:,} is possible"
         return None
+
+    def number_problem(self, value: Any) -> str | None:
+        """Return the rule that a value breaks which is no number, for a key that is one; else None."""
+        unset = value is None and (self.derived or self.default is None)
+        number = self.type in (int, int | None) and not unset
+        return "a whole number is needed" if number and type(value) is not int else None
 
     def searched(self, layout: Any) -> Sequence[Any]:
         """Return the values that the planner tries instead of the layout's own value."""

@@ -315,11 +315,6 @@ def _check_names(values: Mapping[str, Any]) -> None:
     """Raise LayoutError for names that are not layout keys, with the nearest key, and for non-numeric values."""
     if unknown := [name for name in values if name not in KEYS]:
         raise LayoutError(*(f"layout.{name}: there is no such key; {nearest(name, KEYS)}" for name in unknown))
-    numbers = {name: value for name, value in values.items() if KEYS[name].type in (int, int | None)}
-    wrong = [
-        name
-        for name, value in numbers.items()
-        if type(value) is not int and not (value is None and (KEYS[name].derived or KEYS[name].default is None))
-    ]
-    if wrong:
-        raise LayoutError(*(f"layout.{name}={values[name]!r}: a whole number is needed" for name in wrong))
+    rules = {name: KEYS[name].number_problem(value) for name, value in values.items()}
+    if wrong := [f"layout.{name}={values[name]!r}: {rule}" for name, rule in rules.items() if rule is not None]:
+        raise LayoutError(*wrong)

@@ -58,7 +58,8 @@ class Survey:
     """Layouts of a job: their number, all that fit, and the layout that needs the least memory (None if there is none).
 
     `nearest_bytes`: the memory of the device that this layout needs. `least`: the same, or if larger, its share of its
-    host's memory as an equal share of the limit of a device.
+    host's memory as an equal share of the limit of a device. A survey with a longest time compares only layouts that
+    may fit.
     """
 
     n_layouts: int
@@ -230,9 +231,9 @@ def _survey_of(
             at = at[_quick(job, found, rows.passes.among(at), most_s, memo)]
         if not len(at):
             continue
-        if nearest is None:
+        if nearest is None and most_s == np.inf:
             guess = _first_guess(job, found.take(rows.degrees.among(at).first), limit, memo)
-        most = max(limit, min(guess, least))
+        most = max(limit, min(guess, least)) if most_s == np.inf else limit
         at, on_device = _priced(job, found, rows, at, most, memo)
         if not len(at):
             continue

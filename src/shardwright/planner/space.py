@@ -317,7 +317,7 @@ def _checked(values: Mapping[str, Any], problems: list[str]) -> FixedChoices:
         rule = None if name == "micro_batch" else KEYS[name].problem(value)
         if rule is not None:
             problems.append(f"{OPTION} {name}={written(value)}: {rule}")
-        elif name == "micro_batch" and value < 1:
+        elif name == "micro_batch" and (type(value) is not int or value < 1):
             problems.append(f"{OPTION} micro_batch={value}: sequences at a time, 1 or more")
         elif name != "micro_batch" and value in KEYS[name].not_priced():
             problems.append(f"{OPTION} {name}={written(value)}: plan has no formulas for it")

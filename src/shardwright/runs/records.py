@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from shardwright.runs.folder import EVENTS, METRICS, now
-from shardwright.system.console import visible
+from shardwright.system.console import visible, visible_line
 from shardwright.system.errors import InputError, without_secrets
 from shardwright.system.files import (
     complete_lines,
@@ -60,6 +60,8 @@ Loss = Annotated[float, AfterValidator(_within_fp32)]
 """A loss or norm of a record: any value. A finite value beyond fp32 is infinite, so that plots have a scale."""
 Time = Annotated[str | None, AfterValidator(_date_or_none)]
 """The time of a record; None if it is no date in the years 1 to 9999 of UTC."""
+Line = Annotated[str, AfterValidator(visible_line)]
+"""A name, or a text of one line, that is shown next to others."""
 EventKind = Literal[
     "start", "save", "skip", "rollback", "spike", "hang", "fault", "restart", "straggler", "metrics", "placement"
 ]
@@ -77,16 +79,16 @@ class StartRecord:
     """
 
     step: Step
-    layout: str
-    keys: str
-    lr_schedule: str
+    layout: Line
+    keys: Line
+    lr_schedule: Line
     world_size: Step
-    host: str
-    device: str
-    torch: str
-    shardwright: str
-    git_commit: str | None = None
-    checkpoint: str | None = None
+    host: Line
+    device: Line
+    torch: Line
+    shardwright: Line
+    git_commit: Line | None = None
+    checkpoint: Line | None = None
     time: Time = None
 
 
@@ -135,7 +137,7 @@ class TrainRecord:
     rejected_reward: Loss | None = None
     loss_scale: Amount | None = None
     skipped_steps: Step = 0
-    epochs: dict[str, Amount] | None = None
+    epochs: dict[Line, Amount] | None = None
     slowest_rank: int | None = None
     slowest_costs_s: Amount | None = None
     stragglers: tuple[int, ...] = ()
@@ -155,7 +157,7 @@ class EvaluationRecord:
     step: Step
     loss: Loss
     time: Time = None
-    sources: dict[str, Loss] | None = None
+    sources: dict[Line, Loss] | None = None
     mtp_loss: Loss | None = None
     average_loss: Loss | None = None
     margin: Loss | None = None
@@ -263,7 +265,7 @@ class SamplePlace:
     of the split; None if the index of the data has no documents."""
 
     sample: int
-    file: str
+    file: Line
     token: int
     n_tokens: int
     documents: tuple[int, int] | None

@@ -16,19 +16,28 @@ from rich.segment import Segment
 from shardwright.system.errors import NO_ROOM, without_secrets
 
 T = TypeVar("T")
-_NOT_SHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters except tab and newline, bidirectional overrides, and halves of surrogate pairs."""
+_NOT_SHOWN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\ud800-\udfff\U000e0000-\U000e007f]"
+)
+"""Control characters except tab and newline, line separators, marks and overrides of direction, characters without a
+width (except the joiners of emoji and Persian), and halves of surrogate pairs."""
 
 
 def visible(text: str) -> str:
-    """Return a text from any file in printable form: control characters as `\\x1b`, bidirectional overrides as
-    `\\u202e`, secrets in URLs as `***`."""
+    """Return a text from any file in printable form: control characters as `\\x1b`, line separators, marks of
+    direction and characters without a width as `\\u202e`, secrets in URLs as `***`."""
     return _NOT_SHOWN.sub(_as_escape, without_secrets(text))
+
+
+def visible_line(text: str) -> str:
+    """Return `visible` text with its newlines and tabs as `\\x0a` and `\\x09`: a name begins no line of its own."""
+    return visible(text).replace("\n", "\\x0a").replace("\t", "\\x09")
 
 
 def _as_escape(match: re.Match[str]) -> str:
     code = ord(match[0])
-    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 2**16 else f"\\U{code:08x}"
 
 
 class PlainConsole(Console):

@@ -45,19 +45,25 @@ CUTOFF = 0.6
 MASK = "***"
 _USER = re.compile(r"""(?<=\w)(://?)(?:[^\s"'/@:]*|[^\s"'/@:]*:[^\s"']*)@""")
 """The user and the password of a URL, also after the URL became a path with one slash: `s3:/KEY:SECRET@bucket`."""
+_LONG_ENOUGH = 6
+"""Characters from which on a repeated secret is masked. A shorter one, such as `git`, may be a part of another word."""
 _SECRET_NAMES = "token|secret|password|passwd|signature|credential|key|sig|auth"
 _TOKEN = re.compile(rf"""([?&][\w.-]*(?:{_SECRET_NAMES})[\w.-]*=)[^\s"'&#]+""", re.IGNORECASE)
 
 
 def without_secrets(text: str) -> str:
     """Return a text with the user, password and tokens of URLs masked as `***`: `s3://***@bucket/run`. A user and
-    password are also masked where the text repeats them without their URL, as errors of libraries do."""
+    password are also masked where the text repeats them without their URL, as errors of libraries do: both together
+    and the password alone."""
     if ":/" not in text:
         return text
     users = {each[0].removeprefix(each[1]) for each in _USER.finditer(text)} - {"@"}
     text = _USER.sub(rf"\1{MASK}@", text)
-    for user in users:
+    for user in sorted(users, key=len, reverse=True):
         text = text.replace(user, f"{MASK}@")
+        for part in (user[:-1], user[:-1].partition(":")[2]):
+            if len(part) >= _LONG_ENOUGH:
+                text = text.replace(part, MASK)
     return _TOKEN.sub(rf"\1{MASK}", text)
 
 
@@ -151,11 +157,15 @@ def checked_call(function: Callable[P, R], name: str = "", error: type[InputErro
     """Wrap a function or method of the Python API so that invalid arguments raise `error`.
 
     The error has one sentence for each argument that is missing, unknown, given twice, of a wrong type, or given by
-    position although it is keyword-only. `name`: the name that the caller uses, by default the function's own.
+    position although it is keyword-only. `name`: the name that the caller uses, by default the function's own. Of the
+    types, bool is checked before the call, since any value can be used as one.
     """
+    switches = [each.name for each in inspect.signature(function).parameters.values() if each.annotation is bool]
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not all(isinstance(kwargs.get(switch), bool | None) for switch in switches):
+            raise error(*_argument_problems(function, name or function.__qualname__, args, kwargs))
         try:
             return function(*args, **kwargs)
         except (TypeError, AttributeError, LookupError):  # the arguments may be the cause

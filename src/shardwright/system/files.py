@@ -38,6 +38,8 @@ _MOST_DOTS = 1000
 _STRING = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'[^']*'")
 # The folders that this process is writing. A pid in a folder's name may belong to an earlier process.
 _in_use: set[Path] = set()
+_AT_URL = re.compile(r"[A-Za-z][\w+.-]+:/")
+"""The start of a URL, also after it became a path with one slash."""
 _OF_RMTREE = 4
 """File descriptors that are kept to remove a folder in when there are no others."""
 _pipes: dict[Path, int] = {}
@@ -208,8 +210,17 @@ def reason(error: OSError | ValueError) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
+def url_problem(path: Path) -> str | None:
+    """Return why a place to write cannot be used if it is a URL, which would be a folder `s3:` here; else None."""
+    if _AT_URL.match(str(path)):
+        return f"{path}: that is a URL, and files are written on this machine alone; name a path here, then copy it"
+    return None
+
+
 def problem_above(path: Path) -> str | None:
-    """Return the problem of a path in a folder that is no folder, or None."""
+    """Return the problem of a path in a folder that is no folder, or of a URL, or None."""
+    if (problem := url_problem(path)) is not None:
+        return problem
     for parent in path.absolute().parents:
         if parent.is_dir():
             return None
@@ -315,7 +326,8 @@ def new_folder(
     Partial folders that dead processes of this machine left are removed first. Raises `error` for a path that cannot be
     written, and FullError for a full disk, with `no_room_hint` at the end.
     """
-    out, owner = Path(os.path.abspath(out)), f"{os.getpid()}-{socket.gethostname()}"
+    given, owner = out, f"{os.getpid()}-{socket.gethostname()}"
+    out = Path(os.path.abspath(out))
     fresh = out.with_name(f"{out.name}.partial-{owner}")
     if fresh in _in_use:
         raise error(f"{out}: this process is already writing it")
@@ -324,7 +336,7 @@ def new_folder(
     try:
         if out.is_symlink() or (out.exists() and not out.is_dir()):
             raise error(f"{out}: that is a link or a file, and is not replaced by a folder; name another place")
-        if (problem := problem_above(out)) is not None:
+        if (problem := problem_above(given)) is not None:
             raise error(problem)
         out.parent.mkdir(parents=True, exist_ok=True)
         _clear_leftovers(out)

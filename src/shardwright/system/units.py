@@ -11,6 +11,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
+MOST_COUNTED = 2**31
+"""Largest number of sequences, tokens or steps that a person may ask for."""
 
 
 def format_bytes(n_bytes: float) -> str:
