@@ -164,7 +164,7 @@ def measure(pair: Pair, folder: Path, tokens: Path) -> dict[str, int]:
 
     folder.mkdir()
     extensions = [str(HERE / "probe.py"), str(HERE / "mock/rank.py")]
-    (folder / "run.toml").write_text(run_file(pair, tokens, extensions))
+    (folder / "run.toml").write_text(toml(settings(pair, tokens, extensions)))
     about = {"MOCK_DEVICES": str(pair.devices), "MOCK_BYTES": str(DEVICE_BYTES), "MOCK_MAY_WAIT": "1"}
     probe = {"GPU_PROBE": str(folder / "peaks-RANK.json"), "GPU_SAVES_NOTHING": "1"}
     run_ranks(["train", "run.toml"], folder, pair.devices, **about, **probe)
@@ -172,27 +172,23 @@ def measure(pair: Pair, folder: Path, tokens: Path) -> dict[str, int]:
     return {name: max(each[name] for each in peaks) for name in peaks[0]}
 
 
-def run_file(pair: Pair, tokens: Path, extensions: list[str]) -> str:
-    """The run file of a pair, TOML."""
-    return toml(
-        {
-            "out": "run",
-            "steps": STEPS,
-            "device": "cuda",
-            "extensions": extensions,
-            "data.path": str(tokens),
-            "evaluation.samples": 0,
-            **pair.settings,
-        }
-    )
+def settings(pair: Pair, tokens: Path, extensions: list[str]) -> Settings:
+    """The keys of the run file of a pair."""
+    return {
+        "out": "run",
+        "steps": STEPS,
+        "device": "cuda",
+        "extensions": extensions,
+        "data.path": str(tokens),
+        "evaluation.samples": 0,
+        **pair.settings,
+    }
 
 
 def compared(pair: Pair, peaks: dict[str, int]) -> dict[str, Any]:
     """A record of the peaks of a pair, with the plan."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "run.toml"
-        path.write_text(run_file(pair, Path("tokens"), []))
-        return asdict(pair) | peaks | planned(path, "h100")
+        return asdict(pair) | peaks | planned(settings(pair, Path("tokens"), []), Path(folder) / "run.toml", "h100")
 
 
 def is_near(record: dict[str, Any]) -> bool:

@@ -92,12 +92,13 @@ def place_by_step(self: PlaceExperts, step: int, loads: list[list[int]]) -> None
     _place(self, step, [moving, *([1] * len(moving) for _ in loads[1:])])
 
 
-Sampling.choose = choose_first  # type: ignore[method-assign]
-ForwardBackward.evaluation_sums = one_each  # type: ignore[method-assign]
+Sampling.choose = choose_first  # type: ignore[assignment,method-assign]
+ForwardBackward.evaluation_sums = one_each  # type: ignore[assignment,method-assign]
 PlaceExperts._place = place_by_step  # type: ignore[method-assign]
 FiniteCheck.note = note_ones  # type: ignore[method-assign]
-numbers.LogNumbers.numbers = numbers_of_ones  # type: ignore[method-assign]
-numbers.expert_numbers, numbers.tokens_by_expert = equal_load, equal_tokens
+numbers.LogNumbers.numbers = numbers_of_ones  # type: ignore[assignment,method-assign]
+numbers.expert_numbers = equal_load  # type: ignore[assignment]
+numbers.tokens_by_expert = equal_tokens  # type: ignore[assignment]
 weights.count_not_finite = lambda tensor: 0
 settle.machine_memory = lambda: UsableMemory(2**60)
 
