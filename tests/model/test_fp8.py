@@ -223,7 +223,7 @@ def test_gradients_of_a_linear_are_those_of_its_matmuls(recipe: str, n_maxima: i
 def test_operands_along_either_dim_are_rounded_to_rows_by_one_operator():
     """On a GPU one kernel then does it, and no quotient in 32 bits is stored."""
     x_RK = torch.randn(24, 16).bfloat16()
-    for recipe, settings in RECIPES.items():
+    for settings in RECIPES.values():
         for x in (x_RK, x_RK.T):
             computes = Fp8Linear(settings)
             scale = computes.scale(x, FORWARD, None, None, 1)

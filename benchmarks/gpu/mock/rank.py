@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.generation.sampling import Sampling
@@ -22,6 +23,7 @@ from shardwright.parallel import expert
 from shardwright.parallel.model import ExpertLoad
 from shardwright.parallel.preference import METRICS
 from shardwright.system.processes import UsableMemory
+from shardwright.system.torch_private import flight_record
 from shardwright.training import numbers, settle, weights
 from shardwright.training.expert_places import PlaceExperts
 from shardwright.training.forward_backward import ForwardBackward
@@ -117,6 +119,10 @@ def step_without_waiting(self: Trainer, *args: Any, **kwargs: Any) -> Any:
         result = _step(self, *args, **kwargs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    if done == WARM_UP + 1 and dist.get_world_size() > 1:
+        recorded = {entry["profiling_name"].partition(":")[0] for entry in flight_record()}
+        if "nccl" not in recorded:
+            raise RuntimeError(f"the monitor of hanging ranks sees collectives of {recorded} alone")
     copies = mock.mock_pageable_copies() - before
     if copies:
         raise RuntimeError(f"step {done} copied {copies} times from or to memory of the host that is not pinned")

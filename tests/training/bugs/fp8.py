@@ -9,6 +9,7 @@ from tests.training.bugs.bug import EP, EXPERTS, LATENT, PP, SP, TP, ZB, ZERO_0,
 
 _USE, _SCALE = "shardwright.parallel.apply:use_fp8", "shardwright.model.fp8:Fp8Linear.scale"
 _OF_PASS = "shardwright.model.fp8:Fp8Linear.of_pass"
+_NEW = "Fp8Linear(self.settings, self.shared, {})"
 _RESULT = "(amax.clamp(min=_LEAST) / largest).float()"
 _CROSSED = '{"tensorwise": (along_rows, along_k), "rowwise": (along_k,), "blockwise": ()}'
 _TENSORWISE, _ROWWISE = Fp8("tensorwise"), Fp8("rowwise")
@@ -52,7 +53,7 @@ STALE: dict[str, AnyBug] = {
         fp8=_ROWWISE,
     ),
     "fp8: the scales of the first pass are those of all passes": _bug(
-        _OF_PASS, "self.shared, {})", "self.shared, self.__dict__.setdefault('first', {}))", ZERO_0, ZERO_3, TP
+        _OF_PASS, _NEW, _NEW.replace("{}", "self.__dict__.setdefault('first', {})"), ZERO_0, ZERO_3, TP
     ),
 }
 SHARD: dict[str, AnyBug] = {
