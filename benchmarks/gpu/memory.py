@@ -24,7 +24,7 @@ sys.path[:0] = [str(HERE), str(HERE / "mock"), str(HERE.parents[1] / "src")]
 
 from plan import planned  # noqa: E402
 from run_file import toml  # noqa: E402
-from steps import BF16, COMPILE, EXPERTS, LARGE, LONG, TENSORWISE, Settings  # noqa: E402
+from steps import BF16, CAPPED, COMPILE, EXPERTS, LARGE, LONG, TENSORWISE, Settings  # noqa: E402
 
 STEPS = 3
 DEVICE_BYTES = 192 * 2**30
@@ -104,7 +104,8 @@ def one_device() -> list[Pair]:
         "gpt3-1.3b compile": model("gpt3-1.3b", batch(2048, 4), COMPILE),
         "135m": model("smollm2-135m", batch(2048, 16)),
         "135m compile": model("smollm2-135m", batch(2048, 16), COMPILE),
-        "1.7b offload optimizer": LARGE | layout(offload_optimizer="cpu"),
+        "135m offload optimizer": model("smollm2-135m", batch(2048, 16), layout(offload_optimizer="cpu")),
+        "2.6b soft caps": CAPPED | full | layout(loss_chunk_tokens=4096),
         "1.7b zero 3": LARGE | layout(zero=3),
         "1.7b documents": LARGE | {"data.attention": "document"},
         "1.7b muon": LARGE | {"optimizer.name": "muon"},
