@@ -78,8 +78,8 @@ class Fp8Linear:
         """Return the matmuls of one forward pass and its backward pass. Two matmuls read each operand, along different
         dims. A scale of the whole tensor is the same for both, so it is computed once.
 
-        A compiler finds this by itself. The rounded operand is not kept: that of x or W takes 1 byte an element from
-        the forward to the backward pass, and to round it again is one kernel.
+        A compiler finds this by itself. The rounded operand is not kept: it takes 1 byte an element from the forward to
+        the backward pass, where it would have to be transposed, which is one kernel, as rounding again is.
         """
         if self.settings.recipe != "tensorwise" or torch.compiler.is_compiling():
             return self
