@@ -37,6 +37,7 @@ CASES: dict[str, Settings] = {
     "fp8 compiled": LARGE | COMPILE | TENSORWISE,
     "selective": LARGE | {"layout.recompute": "selective"},
     "selective compiled": LARGE | COMPILE | {"layout.recompute": "selective"},
+    "offload compiled": LARGE | COMPILE | {"layout.offload_activations": "cpu"},
     "full compiled": LARGE | COMPILE | {"layout.recompute": "full"},
     "zero 3": LARGE | {"layout.zero": 3},
     "135m": FEW,

@@ -165,8 +165,8 @@ class Fp8Linear:
 
 
 def rounded(x_RK: Tensor, dtype: torch.dtype, scale: Tensor) -> Fp8Operand:
-    """Return round(x / scale), row-major; not differentiable. A quotient is at most the largest number of the format,
-    but for the rounding of the scale, which is less than that of the format."""
+    """Return round(x / scale), row-major; not differentiable. The rounding of the scale may make a quotient larger than
+    the largest number of the format, by so little that it is rounded to this number."""
     # A divisor with dims widens x in the same kernel.
     divisor = spread(scale, x_RK.shape) if scale.dim() else scale.view(1, 1)
     if torch.compiler.is_compiling():

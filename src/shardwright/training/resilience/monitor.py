@@ -7,7 +7,7 @@ started them compares the dumps and ends the run; under torchrun and srun, each 
 
 The time limit of a phase is 5 times its longest duration so far, and at least `faults.hang_after` seconds.
 
-Collectives come from PyTorch's Flight Recorders, of gloo and of NCCL, each of which keeps the last 1,000 of each rank
+Collectives come from PyTorch's Flight Recorders. The recorders of gloo and of NCCL keep the last 1,000 of each rank
 (TORCH_FR_BUFFER_SIZE). `parallel.point_to_point` counts the messages of pp and cp, which gloo's does not record.
 """
 
