@@ -16,7 +16,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE / "mock"), str(HERE.parents[1] / "src")]
 
-from memory import DEVICE_BYTES, Pair, run_file  # noqa: E402
+from memory import DEVICE_BYTES, Pair, settings  # noqa: E402
+from run_file import toml  # noqa: E402
 from steps import COMPILE, EXPERTS, FEW, LARGE, TENSORWISE, Settings  # noqa: E402
 
 COLUMNS = (
@@ -36,6 +37,7 @@ CASES: dict[str, Settings] = {
     "fp8 compiled": LARGE | COMPILE | TENSORWISE,
     "selective": LARGE | {"layout.recompute": "selective"},
     "selective compiled": LARGE | COMPILE | {"layout.recompute": "selective"},
+    "offload compiled": LARGE | COMPILE | {"layout.offload_activations": "cpu"},
     "full compiled": LARGE | COMPILE | {"layout.recompute": "full"},
     "zero 3": LARGE | {"layout.zero": 3},
     "135m": FEW,
@@ -44,15 +46,15 @@ CASES: dict[str, Settings] = {
 }
 
 
-def measure(name: str, settings: Settings, n_micro_batches: int, work: Path) -> dict[str, float]:
+def measure(name: str, keys: Settings, n_micro_batches: int, work: Path) -> dict[str, float]:
     """The counts of the last step of a run; raises `check.Problem` where it fails."""
     from check import run_ranks
 
     folder = work / f"{name.replace(' ', '-')}-{n_micro_batches}"
     folder.mkdir()
-    batch = {"batch.global_batch": n_micro_batches * settings["batch.micro_batch"]}
+    batch = {"batch.global_batch": n_micro_batches * keys["batch.micro_batch"]}
     extensions = [str(HERE / "probe.py"), str(HERE / "mock/rank.py"), str(HERE / "mock/count.py")]
-    (folder / "run.toml").write_text(run_file(Pair(name, settings | batch), work / "tokens", extensions))
+    (folder / "run.toml").write_text(toml(settings(Pair(name, keys | batch), work / "tokens", extensions)))
     more = {"MOCK_BYTES": str(DEVICE_BYTES), "MOCK_MAY_WAIT": "1", "MOCK_COUNTS": str(folder / "counts.json")}
     run_ranks(["train", "run.toml"], folder, 1, GPU_SAVES_NOTHING="1", **more)
     result: dict[str, float] = json.loads((folder / "counts.json").read_text())
@@ -82,11 +84,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         prepare_tokens(work)
-        for name, settings in CASES.items():
+        for name, keys in CASES.items():
             if options.only and not any(fnmatch(name, pattern) for pattern in options.only):
                 continue
             try:
-                cells = row(name, *(measure(name, settings, n, work) for n in (1, 2)))
+                cells = row(name, *(measure(name, keys, n, work) for n in (1, 2)))
             except Problem as problem:
                 failed, cells = True, [name, f"**{problem}**"]
             print(f"| {' | '.join(cells)} |", flush=True)

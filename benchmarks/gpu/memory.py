@@ -24,7 +24,7 @@ sys.path[:0] = [str(HERE), str(HERE / "mock"), str(HERE.parents[1] / "src")]
 
 from plan import planned  # noqa: E402
 from run_file import toml  # noqa: E402
-from steps import BF16, COMPILE, EXPERTS, LARGE, LONG, TENSORWISE, Settings  # noqa: E402
+from steps import BF16, CAPPED, COMPILE, EXPERTS, LARGE, LONG, TENSORWISE, Settings  # noqa: E402
 
 STEPS = 3
 DEVICE_BYTES = 192 * 2**30
@@ -104,7 +104,8 @@ def one_device() -> list[Pair]:
         "gpt3-1.3b compile": model("gpt3-1.3b", batch(2048, 4), COMPILE),
         "135m": model("smollm2-135m", batch(2048, 16)),
         "135m compile": model("smollm2-135m", batch(2048, 16), COMPILE),
-        "1.7b offload optimizer": LARGE | layout(offload_optimizer="cpu"),
+        "135m offload optimizer": model("smollm2-135m", batch(2048, 16), layout(offload_optimizer="cpu")),
+        "2.6b soft caps": CAPPED | full | layout(loss_chunk_tokens=4096),
         "1.7b zero 3": LARGE | layout(zero=3),
         "1.7b documents": LARGE | {"data.attention": "document"},
         "1.7b muon": LARGE | {"optimizer.name": "muon"},
@@ -164,7 +165,7 @@ def measure(pair: Pair, folder: Path, tokens: Path) -> dict[str, int]:
 
     folder.mkdir()
     extensions = [str(HERE / "probe.py"), str(HERE / "mock/rank.py")]
-    (folder / "run.toml").write_text(run_file(pair, tokens, extensions))
+    (folder / "run.toml").write_text(toml(settings(pair, tokens, extensions)))
     about = {"MOCK_DEVICES": str(pair.devices), "MOCK_BYTES": str(DEVICE_BYTES), "MOCK_MAY_WAIT": "1"}
     probe = {"GPU_PROBE": str(folder / "peaks-RANK.json"), "GPU_SAVES_NOTHING": "1"}
     run_ranks(["train", "run.toml"], folder, pair.devices, **about, **probe)
@@ -172,27 +173,23 @@ def measure(pair: Pair, folder: Path, tokens: Path) -> dict[str, int]:
     return {name: max(each[name] for each in peaks) for name in peaks[0]}
 
 
-def run_file(pair: Pair, tokens: Path, extensions: list[str]) -> str:
-    """The run file of a pair, TOML."""
-    return toml(
-        {
-            "out": "run",
-            "steps": STEPS,
-            "device": "cuda",
-            "extensions": extensions,
-            "data.path": str(tokens),
-            "evaluation.samples": 0,
-            **pair.settings,
-        }
-    )
+def settings(pair: Pair, tokens: Path, extensions: list[str]) -> Settings:
+    """The keys of the run file of a pair."""
+    return {
+        "out": "run",
+        "steps": STEPS,
+        "device": "cuda",
+        "extensions": extensions,
+        "data.path": str(tokens),
+        "evaluation.samples": 0,
+        **pair.settings,
+    }
 
 
 def compared(pair: Pair, peaks: dict[str, int]) -> dict[str, Any]:
     """A record of the peaks of a pair, with the plan."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "run.toml"
-        path.write_text(run_file(pair, Path("tokens"), []))
-        return asdict(pair) | peaks | planned(path, "h100")
+        return asdict(pair) | peaks | planned(settings(pair, Path("tokens"), []), Path(folder) / "run.toml", "h100")
 
 
 def is_near(record: dict[str, Any]) -> bool:

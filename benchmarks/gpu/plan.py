@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT / "src")]
 
-from run_file import toml  # noqa: E402
+from run_file import python_path, toml  # noqa: E402
 from steps import PARTS, TOGETHER, Settings, Step  # noqa: E402
 
 PART_S = 570.0
@@ -55,7 +55,7 @@ class Part:
         self.until_s = time.monotonic() + self.slower * PART_S
         self.environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])),
+            "PYTHONPATH": python_path(),
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "8"),
         }

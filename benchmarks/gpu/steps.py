@@ -72,7 +72,7 @@ TOGETHER = 6
 def smoke() -> list[Step]:
     """Every feature of CUDA once, on a model of 0.3M parameters."""
     on_host = {"layout.offload_activations": "cpu", "layout.offload_min_bytes": 1024}
-    settings = {
+    settings: dict[str, Settings] = {
         "bf16": BF16,
         "fp32": {},
         "tf32": {"precision.tf32": True},

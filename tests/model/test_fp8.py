@@ -6,10 +6,21 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from shardwright.layout.layout import Layout
 from shardwright.model import matmul
-from shardwright.model.fp8 import FORWARD, GRADIENT, Fp8Linear, product, scaled_mm, use_fp8
+from shardwright.model.fp8 import (
+    FORWARD,
+    GRADIENT,
+    Fp8Linear,
+    OperandShards,
+    product,
+    rounded,
+    scaled_mm,
+    spread,
+    use_fp8,
+)
 from shardwright.model.init import initialise
 from shardwright.model.number_formats import Fp8, block_of, problems
 from shardwright.model.presets import PRESETS
@@ -189,16 +200,39 @@ def test_what_autograd_saves_is_as_large_as_without_fp8():
     assert len(set(found)) == 1, found
 
 
-def test_gradients_of_a_linear_are_those_of_its_matmuls():
-    computes = Fp8Linear(RECIPES["rowwise"])
-    x, weight, bias = (torch.randn(shape).requires_grad_() for shape in ((2, 8, 16), (24, 16), (24,)))
-    dy = torch.randn(2, 8, 24)
+@pytest.mark.parametrize(("recipe", "n_maxima"), [("tensorwise", 6), ("rowwise", 6)])
+def test_gradients_of_a_linear_are_those_of_its_matmuls(recipe: str, n_maxima: int):
+    """A scale of a whole tensor is computed once for the two matmuls that read it: three operands, each with the
+    maximum over ranks along both dims. Scales of rows are computed by each matmul: six operands, along one dim."""
+    taken: list[Tensor] = []
+    computes = Fp8Linear(RECIPES[recipe], OperandShards(*[taken.append] * 3))
+    passes, alone = [], Fp8Linear(RECIPES[recipe])
     for saves_first in (False, True):
+        x, weight, bias = (torch.randn(shape).requires_grad_() for shape in ((2, 8, 16), (24, 16), (24,)))
         y = matmul.linear(x, weight, bias, recipe=computes, saves_first=saves_first)
+        passes.append((x, weight, bias, y, torch.randn(2, 8, 24)))
+    for x, weight, bias, y, dy in passes:
         gradients = torch.autograd.grad(y, (x, weight, bias), dy)
-        expected = (computes.input_gradient(dy, weight), computes.weight_gradient(dy, x), dy.sum((0, 1)))
-        assert torch.equal(y, computes.forward(x, weight) + bias)
+        with torch.no_grad():
+            expected = (alone.input_gradient(dy, weight), alone.weight_gradient(dy, x), dy.sum((0, 1)))
+            assert torch.equal(y, alone.forward(x, weight) + bias)
         assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+    assert len(taken) == 2 * n_maxima
+
+
+def test_operands_along_either_dim_are_rounded_to_rows_by_one_operator():
+    """On a GPU one kernel then does it, and no quotient in 32 bits is stored."""
+    x_RK = torch.randn(24, 16).bfloat16()
+    for settings in RECIPES.values():
+        for x in (x_RK, x_RK.T):
+            computes = Fp8Linear(settings)
+            scale = computes.scale(x, FORWARD, None, None, 1)
+            with profile(activities=[ProfilerActivity.CPU]) as ran:
+                result = rounded(x, FORWARD, scale)
+            assert result.values.is_contiguous()
+            assert torch.equal(result.values.float(), (x.float() / spread(scale, x.shape)).to(FORWARD).float())
+            called = {event.name for event in ran.events() if event.cpu_parent is None}
+            assert not called & {"aten::clamp", "aten::to", "aten::contiguous"}, called
 
 
 @pytest.mark.parametrize(

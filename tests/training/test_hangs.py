@@ -1,5 +1,6 @@
 """Proves that a rank that hangs is named, with where it is and what the others wait for, and that the run then ends."""
 
+import json
 import os
 import re
 import signal
@@ -204,6 +205,44 @@ def test_what_a_phase_may_take_is_learned(tmp_path, monkeypatch):
     assert (state.phase, state.step, state.limit_s) == ("checkpoint", 1, 600.0)
     monitor.close()
     assert not (tmp_path / "ranks").exists()
+
+
+def test_collectives_of_gloo_and_of_nccl_are_counted_apart(tmp_path, monkeypatch):
+    """As torch 2.11 records them with CUDA: NCCL's recorder has the messages of a group of two, too."""
+
+    def entry(what: str, state: str, number: int, at_ns: int, is_p2p: bool = False) -> dict[str, object]:
+        return {
+            "profiling_name": what,
+            "state": state,
+            "retired": what.startswith("gloo"),
+            "process_group": ["0", "default_pg"],
+            "collective_seq_id": number,
+            "is_p2p": is_p2p,
+            "time_created_ns": at_ns,
+        }
+
+    of_nccl = [
+        entry("nccl:all_reduce", "completed", 7, 1),
+        entry("nccl:send 0->1", "scheduled", 7, 3, is_p2p=True),
+        entry("nccl:coalesced", "started", 7, 4),
+        entry("nccl:_all_gather_base", "started", 8, 5),
+    ]
+    of_gloo = [entry("gloo:all_reduce", "scheduled", 2, 2), entry("gloo:barrier", "scheduled", 3, 6)]
+    of_gloo[-1]["retired"] = False
+    for name, entries in (("_dump_fr_trace_json", of_gloo), ("_dump_nccl_trace_json", of_nccl)):
+        written = json.dumps({"entries": entries})
+        monkeypatch.setattr(
+            torch._C._distributed_c10d, name, lambda written=written, **_: written, raising=name.startswith("_dump_fr")
+        )
+    monkeypatch.setattr(Monitor, "_look", lambda self: None)
+    monitor = watcher(tmp_path)
+    pending, joined = monitor._collectives()
+    monitor.close()
+    assert [(each.name, each.number, each.group) for each in pending] == [
+        ("_all_gather_base", 8, "nccl 0"),
+        ("barrier", 3, "gloo 0"),
+    ]
+    assert joined == {"nccl 0": 8, "gloo 0": 3}
 
 
 def test_a_phase_that_is_late_is_seen_once_it_was_late_twice(tmp_path, monkeypatch):

@@ -259,7 +259,7 @@ def verbs() -> list[Case]:
         Case(f"verb {name}", settings | {"layout.dp_shard": n}, then=(then,), devices=n)
         for name, (n, settings, then) in commands.items()
     ]
-    measure = [("measure", "--out", "RUN/machine.toml", "--device", "cuda", "--budget", "0.05")]
+    measure: list[tuple[str, ...]] = [("measure", "--out", "RUN/machine.toml", "--device", "cuda", "--budget", "0.05")]
     small = ("--model", "debug", "--global-batch", "8", "--seq-len", "128")
     measure += [("plan", *small, "--hardware", "RUN/machine.toml", "--cluster", "machine:1/1")]
     return [

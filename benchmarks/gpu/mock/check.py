@@ -219,7 +219,7 @@ def main() -> None:
         work = Path(tempfile.mkdtemp(dir=folder))
         tokens = prepare_tokens(work)
         for case in cases:
-            began_s, where = time.monotonic(), work / case.name.replace(" ", "-")
+            began_s, where = time.monotonic(), work / "runs" / case.name.replace(" ", "-")
             try:
                 told = check(case, where, tokens)
             except Problem as problem:

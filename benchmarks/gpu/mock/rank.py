@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.generation.sampling import Sampling
@@ -22,6 +23,7 @@ from shardwright.parallel import expert
 from shardwright.parallel.model import ExpertLoad
 from shardwright.parallel.preference import METRICS
 from shardwright.system.processes import UsableMemory
+from shardwright.system.torch_private import flight_record
 from shardwright.training import numbers, settle, weights
 from shardwright.training.expert_places import PlaceExperts
 from shardwright.training.forward_backward import ForwardBackward
@@ -92,12 +94,13 @@ def place_by_step(self: PlaceExperts, step: int, loads: list[list[int]]) -> None
     _place(self, step, [moving, *([1] * len(moving) for _ in loads[1:])])
 
 
-Sampling.choose = choose_first  # type: ignore[method-assign]
-ForwardBackward.evaluation_sums = one_each  # type: ignore[method-assign]
+Sampling.choose = choose_first  # type: ignore[assignment,method-assign]
+ForwardBackward.evaluation_sums = one_each  # type: ignore[assignment,method-assign]
 PlaceExperts._place = place_by_step  # type: ignore[method-assign]
 FiniteCheck.note = note_ones  # type: ignore[method-assign]
-numbers.LogNumbers.numbers = numbers_of_ones  # type: ignore[method-assign]
-numbers.expert_numbers, numbers.tokens_by_expert = equal_load, equal_tokens
+numbers.LogNumbers.numbers = numbers_of_ones  # type: ignore[assignment,method-assign]
+numbers.expert_numbers = equal_load  # type: ignore[assignment]
+numbers.tokens_by_expert = equal_tokens  # type: ignore[assignment]
 weights.count_not_finite = lambda tensor: 0
 settle.machine_memory = lambda: UsableMemory(2**60)
 
@@ -116,6 +119,10 @@ def step_without_waiting(self: Trainer, *args: Any, **kwargs: Any) -> Any:
         result = _step(self, *args, **kwargs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    if done == WARM_UP + 1 and dist.get_world_size() > 1:
+        recorded = {entry["profiling_name"].partition(":")[0] for entry in flight_record()}
+        if "nccl" not in recorded:
+            raise RuntimeError(f"the monitor of hanging ranks sees collectives of {recorded} alone")
     copies = mock.mock_pageable_copies() - before
     if copies:
         raise RuntimeError(f"step {done} copied {copies} times from or to memory of the host that is not pinned")

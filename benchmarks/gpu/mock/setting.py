@@ -4,6 +4,8 @@ import os
 import sys
 from pathlib import Path
 
+from run_file import python_path
+
 
 def environment(mock: Path) -> dict[str, str]:
     """What to add to the variables of a program; `mock`: the folder that build.py has filled.
@@ -18,7 +20,7 @@ def environment(mock: Path) -> dict[str, str]:
         "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[3] / "src"),
+        "PYTHONPATH": python_path(),
     }
 
 

@@ -4,9 +4,10 @@ For y = a b^T, with a (M, K) and b (N, K), and a scale s for each scaled part of
 
     s = amax / largest        q = round(a / s)        y = (q_a s_a) (q_b s_b)^T        summed in fp32 or wider
 
-Scales are fp32, computed for each matmul ("current scaling"), so there is no state. On a GPU with fp8 matmuls (compute
-capability 8.9) PyTorch's `_scaled_mm` computes them, except blockwise. Elsewhere the rounded operands are multiplied in
-fp32 (in fp64 if the operands are): results are rounded as in fp8, at the speed of fp32.
+Scales are fp32, computed in each forward and backward pass ("current scaling"), so no state is kept between steps. On a
+GPU with fp8 matmuls (compute capability 8.9) PyTorch's `_scaled_mm` computes them, except blockwise. Elsewhere the
+rounded operands are multiplied in fp32 (in fp64 if the operands are): results are rounded as in fp8, at the speed of
+fp32.
 
 Sharded operands: if ranks hold parts of a tensor with one scale, its amax is the maximum over them (`OperandShards`),
 so that every layout has the scales of the whole tensor. The tensor of an activation is a micro-batch.
@@ -63,30 +64,46 @@ def spread(scale: Tensor, shape: torch.Size) -> Tensor:
 
 
 class Fp8Linear:
-    """The three matmuls of a linear in fp8: x (..., D), weight (F, D), dy (..., F)."""
+    """The three matmuls of a linear in fp8: x (..., D), weight (F, D), dy (..., F).
 
-    def __init__(self, settings: Fp8, shared: OperandShards = OperandShards()) -> None:
-        self.settings, self.shared = settings, shared
+    `scales`: of the operands of one forward and backward pass, by name; None if each matmul computes its own.
+    """
+
+    def __init__(
+        self, settings: Fp8, shared: OperandShards = OperandShards(), scales: dict[str, Tensor] | None = None
+    ) -> None:
+        self.settings, self.shared, self.scales = settings, shared, scales
+
+    def of_pass(self) -> "Fp8Linear":
+        """Return the matmuls of one forward pass and its backward pass. Two matmuls read each operand, along different
+        dims. A scale of the whole tensor is the same for both, so it is computed once.
+
+        A compiler finds this by itself. The rounded operand is not kept: it takes 1 byte an element from the forward to
+        the backward pass, where it would have to be transposed, which is one kernel, as rounding again is.
+        """
+        if self.settings.recipe != "tensorwise" or torch.compiler.is_compiling():
+            return self
+        return Fp8Linear(self.settings, self.shared, {})
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return x W^T, summed over input features."""
         shared = self.shared
-        a = self.scaled(x.flatten(0, -2), FORWARD, shared.tokens, shared.inputs, 1)
-        b = self.scaled(weight, FORWARD, shared.outputs, shared.inputs, self.settings.block)
+        a = self.scaled(x.flatten(0, -2), FORWARD, shared.tokens, shared.inputs, 1, "x")
+        b = self.scaled(weight, FORWARD, shared.outputs, shared.inputs, self.settings.block, "weight")
         return product(a, b, x.dtype, fast=True).unflatten(0, x.shape[:-1])
 
     def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
         """Return dy W, summed over output features."""
         shared = self.shared
-        a = self.scaled(dy.flatten(0, -2), self.gradient, shared.tokens, shared.outputs, 1)
-        b = self.scaled(weight.T, FORWARD, shared.inputs, shared.outputs, self.settings.block)
+        a = self.scaled(dy.flatten(0, -2), self.gradient, shared.tokens, shared.outputs, 1, "dy")
+        b = self.scaled(weight.T, FORWARD, shared.inputs, shared.outputs, self.settings.block, "weight")
         return product(a, b, dy.dtype).unflatten(0, dy.shape[:-1])
 
     def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
         """Return dy^T x, summed over tokens."""
         shared = self.shared
-        a = self.scaled(dy.flatten(0, -2).T, self.gradient, shared.outputs, shared.tokens, 1)
-        b = self.scaled(x.flatten(0, -2).T, FORWARD, shared.inputs, shared.tokens, 1)
+        a = self.scaled(dy.flatten(0, -2).T, self.gradient, shared.outputs, shared.tokens, 1, "dy")
+        b = self.scaled(x.flatten(0, -2).T, FORWARD, shared.inputs, shared.tokens, 1, "x")
         return product(a, b, x.dtype)
 
     def grouped(self, rows_RK: Tensor, weight_ENK: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -110,10 +127,26 @@ class Fp8Linear:
         return GRADIENT[self.settings.recipe]
 
     def scaled(
-        self, x_RK: Tensor, dtype: torch.dtype, along_rows: Maximum | None, along_k: Maximum | None, rows: int
+        self,
+        x_RK: Tensor,
+        dtype: torch.dtype,
+        along_rows: Maximum | None,
+        along_k: Maximum | None,
+        rows: int,
+        name: str | None = None,
     ) -> Fp8Operand:
         """Return an operand in fp8, which is summed over its last dim. `along_rows`, `along_k`: maxima over the ranks
-        that hold its other rows and columns; `rows`: the rows of a block."""
+        that hold its other rows and columns; `rows`: the rows of a block; `name`: of its scale in `scales`."""
+        if self.scales is None or name is None:
+            return rounded(x_RK, dtype, self.scale(x_RK, dtype, along_rows, along_k, rows))
+        if name not in self.scales:
+            self.scales[name] = self.scale(x_RK, dtype, along_rows, along_k, rows)
+        return rounded(x_RK, dtype, self.scales[name])
+
+    def scale(
+        self, x_RK: Tensor, dtype: torch.dtype, along_rows: Maximum | None, along_k: Maximum | None, rows: int
+    ) -> Tensor:
+        """Return the scale of an operand in fp8; arguments as in `scaled`."""
         largest = torch.finfo(dtype).max
         wide = torch.promote_types(x_RK.dtype, torch.float32)
         if self.settings.recipe == "blockwise":
@@ -128,10 +161,19 @@ class Fp8Linear:
         for maximum in crossed[self.settings.recipe]:
             if maximum is not None:
                 maximum(amax)
-        scale = (amax.clamp(min=_LEAST) / largest).float()
-        # A divisor with dims widens x in the same kernel.
-        divided = x_RK / (spread(scale, x_RK.shape) if scale.dim() else scale.view(1, 1))
-        return Fp8Operand(divided.clamp(-largest, largest).to(dtype), scale)
+        return (amax.clamp(min=_LEAST) / largest).float()
+
+
+def rounded(x_RK: Tensor, dtype: torch.dtype, scale: Tensor) -> Fp8Operand:
+    """Return round(x / scale), row-major; not differentiable. The rounding of the scale may make a quotient larger than
+    the largest number of the format, by so little that it is rounded to this number."""
+    # A divisor with dims widens x in the same kernel.
+    divisor = spread(scale, x_RK.shape) if scale.dim() else scale.view(1, 1)
+    if torch.compiler.is_compiling():
+        return Fp8Operand((x_RK / divisor).to(dtype), scale)
+    # One kernel reads x, along either dim, and writes fp8: no quotient in 32 bits is stored.
+    values = torch.empty(x_RK.shape, dtype=dtype, device=x_RK.device)
+    return Fp8Operand(torch.div(x_RK, divisor, out=values), scale)
 
 
 def use_fp8(model: nn.Module, spec: ModelSpec, fp8: Fp8) -> None:

@@ -115,6 +115,11 @@ def _operand(weight: Tensor, recipe: Recipe | None, dtype: torch.dtype) -> tuple
     return weight, recipe if isinstance(recipe, Fp8Linear) else None
 
 
+def of_pass(recipe: Recipe | None) -> Recipe | None:
+    """Return the recipe for one forward pass and its backward pass; see `Fp8Linear.of_pass`."""
+    return recipe.of_pass() if isinstance(recipe, Fp8Linear) else recipe
+
+
 def _grouped(x_RK: Tensor, weight_ENK: Tensor, counts_E: Tensor, fp8: Fp8Linear | None, dtype: torch.dtype) -> Tensor:
     """Compute x W_e^T for the rows of each expert; with `fp8` the rows are rounded to `dtype`."""
     if fp8 is None:
@@ -152,7 +157,7 @@ def linear(
     """Return y, differentiable. `saves_first`: save the tensors for the backward pass before the matmul, not after."""
     if not torch.is_grad_enabled():
         return forward(x, weight, bias_F, counts_E, recipe=recipe)
-    saves_first = saves_first and not torch.compiler.is_compiling()
+    saves_first, recipe = saves_first and not torch.compiler.is_compiling(), of_pass(recipe)
     y: Tensor = _LinearFunction.apply(x, weight, bias_F, counts_E, saves_first, recipe)
     if saves_first:
         with torch.no_grad():

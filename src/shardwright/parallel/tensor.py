@@ -221,7 +221,7 @@ class SharedInput:
         weights += [local_part(self.linears[number].lora_a) for number in adapted]
         biases = [linear.added_bias for linear in self.linears]
         masks = [self.linears[number].input_mask() for number in adapted]
-        recipes = [*[self.recipe] * len(self.linears), *masks]
+        recipes = [*(matmul.of_pass(self.recipe) for _ in self.linears), *masks]
         outputs = _ColumnProducts.apply(x_BTD, self.axis, recipes, *weights, *biases, *[None] * len(adapted))
         narrow = dict(zip(adapted, outputs[len(self.linears) :], strict=True))
         return {number: (outputs[number], narrow.get(number)) for number in range(len(self.linears))}
@@ -273,10 +273,11 @@ class RowLinear(Adaptable):
         change_D = self.magnitude_change(self.recipe, lambda squares_2D: start_sum(squares_2D, self.axis.group).wait())
         saves_first = self.saves_first and torch.is_grad_enabled() and change_D is None
         also_BTD = self.low_rank(x_BTF)  # of this rank's features, so the reduction sums it too
-        y_BTD: Tensor = _RowProduct.apply(x_BTF, weight, also_BTD, self.axis, saves_first, self.recipe)
+        recipe = matmul.of_pass(self.recipe)
+        y_BTD: Tensor = _RowProduct.apply(x_BTF, weight, also_BTD, self.axis, saves_first, recipe)
         if saves_first:
             with torch.no_grad():
-                y_BTD.copy_(_row_product(x_BTF, weight, also_BTD, self.axis, self.recipe))
+                y_BTD.copy_(_row_product(x_BTF, weight, also_BTD, self.axis, recipe))
         if change_D is not None:
             return with_magnitude(y_BTD, change_D, self.bias)
         return y_BTD if self.bias is None else y_BTD + self.bias

@@ -315,9 +315,17 @@ def group_names() -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def flight_record() -> list[dict[str, Any]]:
-    """Return the collectives in the Flight Recorder; empty if this build of PyTorch has no recorder."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    return json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", []) if dump else []
+    """Return the collectives in the Flight Recorders, oldest first; empty if this build of PyTorch has no recorder.
+
+    NCCL has a recorder of its own, which has messages too: each has the number of the last collective before it, and
+    one in a group of messages never counts as completed.
+    """
+    entries: list[dict[str, Any]] = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        if dump := getattr(torch._C._distributed_c10d, name, None):
+            entries += json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
+    collectives = (e for e in entries if not e["is_p2p"] and not e["profiling_name"].endswith(":coalesced"))
+    return sorted(collectives, key=lambda e: e["time_created_ns"])
 
 
 # Pipelines

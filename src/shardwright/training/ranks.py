@@ -68,7 +68,6 @@ def place_from_environment(environment: Mapping[str, str] = os.environ) -> Proce
         if where and _number(environment, "MASTER_PORT") > LAST_PORT:
             raise InputError(f"the environment has MASTER_PORT={environment['MASTER_PORT']}; ports go to {LAST_PORT}")
         return _checked(ProcessRank(rank, local_rank, world_size), "RANK", "WORLD_SIZE")
-    # A batch script has SLURM_PROCID=0 too; only the tasks of a step, which srun starts, have a step's node
     # A batch script also has SLURM_PROCID=0. Only the tasks of a step, which srun starts, have a step's node list.
     if "SLURM_STEP_NODELIST" in environment and environment.get("SLURM_NTASKS", "1") != "1":
         names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")

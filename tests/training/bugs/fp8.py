@@ -7,8 +7,10 @@ from shardwright.model.number_formats import Fp8
 from tests.mutation import Mutation
 from tests.training.bugs.bug import EP, EXPERTS, LATENT, PP, SP, TP, ZB, ZERO_0, ZERO_3, ZIGZAG, AnyBug, Bug, UnitBug
 
-_USE, _SCALED = "shardwright.parallel.apply:use_fp8", "shardwright.model.fp8:Fp8Linear.scaled"
-_SCALE = "(amax.clamp(min=_LEAST) / largest).float()"
+_USE, _SCALE = "shardwright.parallel.apply:use_fp8", "shardwright.model.fp8:Fp8Linear.scale"
+_OF_PASS = "shardwright.model.fp8:Fp8Linear.of_pass"
+_NEW = "Fp8Linear(self.settings, self.shared, {})"
+_RESULT = "(amax.clamp(min=_LEAST) / largest).float()"
 _CROSSED = '{"tensorwise": (along_rows, along_k), "rowwise": (along_k,), "blockwise": ()}'
 _TENSORWISE, _ROWWISE = Fp8("tensorwise"), Fp8("rowwise")
 _TYPES = "tests/model/test_fp8.py:test_every_operand_has_the_type_of_its_recipe"
@@ -35,7 +37,7 @@ REDUCTION: dict[str, AnyBug] = {
         _USE, "tp if layout.token_shards else None", "None", SP, n_kv_heads=4, latent_attention=LATENT
     ),
     "fp8: scales of rows are those of a shard of the row": _bug(
-        _SCALED, _CROSSED, _CROSSED.replace("(along_k,)", "()"), TP, SP, ZIGZAG, fp8=_ROWWISE
+        _SCALE, _CROSSED, _CROSSED.replace("(along_k,)", "()"), TP, SP, ZIGZAG, fp8=_ROWWISE
     ),
     "fp8: largest values are summed over ranks": _bug(
         "shardwright.parallel.fp8:_maximum", "dist.ReduceOp.MAX", "dist.ReduceOp.SUM", TP, ZIGZAG
@@ -43,7 +45,15 @@ REDUCTION: dict[str, AnyBug] = {
 }
 STALE: dict[str, AnyBug] = {
     "fp8: the scale of the first micro-batch is kept": _bug(
-        _SCALED, _SCALE, f"self.__dict__.setdefault(str((dtype, rows, x_RK.shape)), {_SCALE})", ZERO_0, ZERO_3
+        _SCALE,
+        _RESULT,
+        f"self.__dict__.setdefault(str((dtype, rows, x_RK.shape)), {_RESULT})",
+        ZERO_0,
+        ZERO_3,
+        fp8=_ROWWISE,
+    ),
+    "fp8: the scales of the first pass are those of all passes": _bug(
+        _OF_PASS, _NEW, _NEW.replace("{}", "self.__dict__.setdefault('first', {})"), ZERO_0, ZERO_3, TP
     ),
 }
 SHARD: dict[str, AnyBug] = {
@@ -87,12 +97,12 @@ SCALE: dict[str, AnyBug] = {
         "tests/model/test_fp8.py:test_experts_multiply_rounded_rows_by_rounded_matrices",
     ),
     "fp8: the scale goes by the largest number of the other format": UnitBug(
-        Mutation(_SCALED, "torch.finfo(dtype).max", "torch.finfo(GRADIENT['tensorwise']).max"),
+        Mutation(_SCALE, "torch.finfo(dtype).max", "torch.finfo(GRADIENT['tensorwise']).max"),
         "tests/model/test_fp8.py:test_operands_are_rounded_to_the_nearest_number_of_the_format",
     ),
     "fp8: rows have one scale": UnitBug(
         Mutation(
-            _SCALED,
+            _SCALE,
             "torch.linalg.vector_norm(x_RK, torch.inf, 1, keepdim=True, dtype=wide)",
             "x_RK.abs().amax().to(wide).expand(len(x_RK), 1)",
         ),

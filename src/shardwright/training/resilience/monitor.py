@@ -7,9 +7,8 @@ started them compares the dumps and ends the run; under torchrun and srun, each 
 
 The time limit of a phase is 5 times its longest duration so far, and at least `faults.hang_after` seconds.
 
-Collectives come from PyTorch's Flight Recorder, which keeps the last 1,000 of each rank (TORCH_FR_BUFFER_SIZE), on gloo
-and NCCL. It does not record point-to-point messages on gloo; `parallel.point_to_point` counts the messages of pp and
-cp.
+Collectives come from PyTorch's Flight Recorders. The recorders of gloo and of NCCL keep the last 1,000 of each rank
+(TORCH_FR_BUFFER_SIZE). `parallel.point_to_point` counts the messages of pp and cp, which gloo's does not record.
 """
 
 import json
@@ -203,11 +202,12 @@ class Monitor:
         joined: dict[str, int] = {}
         for entry in flight_record():
             name, number = entry["process_group"][0], entry["collective_seq_id"]
-            joined[name] = max(joined.get(name, 0), number)
+            backend, _, what = entry["profiling_name"].rpartition(":")
+            counted = f"{backend} {name}"  # gloo and NCCL each number the collectives of a group
+            joined[counted] = max(joined.get(counted, 0), number)
             if not entry["retired"] and entry["state"] != "completed":
                 ranks = groups.get(name, ())
-                what = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
-                pending.append(JoinedCollective(what, number, name, self._axes(ranks), ranks))
+                pending.append(JoinedCollective(what, number, counted, self._axes(ranks), ranks))
         joined |= {_name_of(line): number for line, number in begun().items()}
         return [*_messages_waited_for(), *pending], joined
 
