@@ -14,7 +14,8 @@ rotated part.
 | rope       | with norms of heads q and k, T (H + K) C / t e; latent:         | norms, rotation, concatenation        |
 |            | T (H (2 C - N - V) / t - P) e                                   |                                       |
 | mla_up     | T (2 H C / t - P) e, including rope                             | the matmul from latent vectors, rope  |
-| attention  | its output, padded and not, and the log-sum-exp                 | attention, with its communication     |
+| attention  | its output, padded and not, the log-sum-exp, and keys and       | attention, with its communication     |
+|            | values that it repeats for all heads                            |                                       |
 | experts    | T' k g (m + 1) e, including activation                          | first matrices of experts, activation |
 | moe_act    | T' k g (m - a + 1) e                                            | silu(gate) x up, or gelu of experts   |
 | mlp        | T f / t (m + 1) e, of layers without experts                    | the network, with its messages        |
@@ -87,12 +88,13 @@ def _activation_of_experts(f: Formulas) -> Floats:
     return n_bytes
 
 
-def features(model: ModelSpec, block: BlockShape, heads: Floats, kv_heads: Floats) -> ledger.Inputs:
-    """Return the symbols of `not_kept` for the heads of a rank, in elements a token."""
+def features(model: ModelSpec, block: BlockShape, heads: Floats, kv_heads: Floats, repeated: Floats) -> ledger.Inputs:
+    """Return the symbols of `not_kept` for the heads of a rank, in elements a token; `repeated`: of the keys and values
+    that attention itself repeats for all heads."""
     latent, wide = model.latent_attention, max(model.qk_dim, model.head_dim)
     if latent is None:
         placed = (heads + kv_heads) * model.qk_dim * block.norms_heads * (1 + model.qk_norm_heads)
-        return {"rotated": placed, "keys_and_values": 0, "padded_out": 0, "narrow_norms": 0}
+        return {"rotated": placed, "keys_and_values": 0, "padded_out": repeated, "narrow_norms": 0}
     both = heads * (model.qk_dim + wide) - latent.rope_dim
     return {
         "rotated": both - heads * (latent.nope_dim + latent.v_dim),
