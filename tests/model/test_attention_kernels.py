@@ -55,11 +55,6 @@ def told() -> dict[tuple[str, str], str]:
     return {(line[0], column): cell for line in lines for column, cell in zip(head[1:], line[1:], strict=True) if cell}
 
 
-def assumed_gpu_in_fp32(q: Tensor) -> bool:
-    """Whether a kernel runs as on a GPU in fp32, without the cache, whose masks are of few queries."""
-    return device_type(q) == "cuda" and q.dtype == torch.float32 and q.requires_grad
-
-
 class Watched(TorchDispatchMode):
     """Notes the kernels of attention that are run, and the most elements of a tensor."""
 
@@ -75,7 +70,8 @@ class Watched(TorchDispatchMode):
             self.kernels.add(OPERATORS[name])
             # The memory-efficient kernel of GPUs refuses groups of heads, which the kernel of CPUs accepts.
             grouped = name.startswith("_scaled_dot_product") and args[0].shape[1] != args[1].shape[1]
-            if grouped and assumed_gpu_in_fp32(args[0]):
+            masked = (kwargs or {}).get("attn_mask") is not None  # of few queries of a cache
+            if grouped and not masked and device_type(args[0]) == "cuda" and args[0].dtype == torch.float32:
                 self.kernels.add("grouped")
         sizes = [x.untyped_storage().nbytes() for x in tree_leaves(result) if isinstance(x, Tensor)]
         self.largest = max(self.largest, *sizes, 0)

@@ -94,6 +94,8 @@ def features(model: ModelSpec, block: BlockShape, heads: Floats, kv_heads: Float
     latent, wide = model.latent_attention, max(model.qk_dim, model.head_dim)
     if latent is None:
         placed = (heads + kv_heads) * model.qk_dim * block.norms_heads * (1 + model.qk_norm_heads)
+        # Repeated keys are kept instead of placed keys, which the part keeps in their place.
+        placed = placed - kv_heads * model.qk_dim * block.norms_heads * (repeated > 0)
         return {"rotated": placed, "keys_and_values": 0, "padded_out": repeated, "narrow_norms": 0}
     both = heads * (model.qk_dim + wide) - latent.rope_dim
     return {
