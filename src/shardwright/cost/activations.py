@@ -341,7 +341,7 @@ def _linear_features(linear: LinearAttentionSpec, job: Job, candidates: Candidat
     wide = max(4.0, job.element_bytes)
     keys, values = linear.n_k_heads * linear.k_dim / candidates.tp, linear.n_v_heads * linear.v_dim / candidates.tp
     gates_and_values = linear.projected_width / candidates.tp - 2 * keys
-    nothing = {"heads": 0, "padding": 0, "rotated": 0, "padded_out": 0, "visiting": 0, "expanded": 0}
+    nothing = {"heads": 0, "padding": 0, "rotated": 0, "padded_out": 0, "placed_keys": 0, "visiting": 0, "expanded": 0}
     over_cp = {
         "kept_maps": of_pieces * (linear.map_numel * wide + linear.window_numel * job.element_bytes),
         "gathered_maps": candidates.cp * of_pieces * linear.map_numel * wide,

@@ -405,6 +405,7 @@ _SYMBOLS = (
     ("made tensors", "", "tensors of inner width that a network keeps beside its last input; that its backward needs"),
     ("narrow_norms rotated keys_and_values padded_out", "", "features that recomputation need not keep: normed latent "
      "vectors; placed queries and keys; keys and values from latent vectors; padded results, or repeated kv heads"),
+    ("placed_keys", "", "features of keys that no kernel keeps, because it keeps repeated ones"),
     ("eager_gate", "", "1 where experts keep silu(gate) although other networks are compiled and do not"),
     ("first_pass alone tied_head", "", "1 where a step has one microbatch and no gradients before; where one rank has "
      "no FSDP; elements of the head, if it is the embedding"),

@@ -77,6 +77,8 @@ def not_kept(f: Formulas, parts: Sequence[str], *, latent: bool, experts: bool) 
         n_bytes = _NOT_KEPT[name](f)
         if name == "activation" and experts and "experts" not in parts:
             n_bytes = n_bytes + _activation_of_experts(f)
+        if name == "rope" and "attention" not in parts:  # which keeps repeated keys instead of placed ones
+            n_bytes = n_bytes - f.T * f.placed_keys * f.e
         f(f"not kept of {name}", n_bytes, "cost/recompute.py")
         terms.append(f[f"not kept of {name}"])
     return plus(*terms) if terms else 0 * f.T
@@ -94,11 +96,11 @@ def features(model: ModelSpec, block: BlockShape, heads: Floats, kv_heads: Float
     latent, wide = model.latent_attention, max(model.qk_dim, model.head_dim)
     if latent is None:
         placed = (heads + kv_heads) * model.qk_dim * block.norms_heads * (1 + model.qk_norm_heads)
-        # Repeated keys are kept instead of placed keys, which the part keeps in their place.
-        placed = placed - kv_heads * model.qk_dim * block.norms_heads * (repeated > 0)
-        return {"rotated": placed, "keys_and_values": 0, "padded_out": repeated, "narrow_norms": 0}
+        keys = kv_heads * model.qk_dim * block.norms_heads * (repeated > 0)
+        return {"rotated": placed, "placed_keys": keys, "keys_and_values": 0, "padded_out": repeated, "narrow_norms": 0}
     both = heads * (model.qk_dim + wide) - latent.rope_dim
     return {
+        "placed_keys": 0,
         "rotated": both - heads * (latent.nope_dim + latent.v_dim),
         "keys_and_values": both,
         "padded_out": heads * wide * (wide > model.head_dim),
