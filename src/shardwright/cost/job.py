@@ -154,7 +154,7 @@ class Job:
         return np.array([reason is not None for reason in refused], dtype=np.int64)[places]
 
     def has_rule(self, window: int) -> bool:
-        """Return whether a layer with a `window` computes other scores than those of plain causal attention."""
+        """Return whether a layer with a `window` has a window, sinks or a soft cap, unlike plain causal attention."""
         return window > 0 or self.model.attention_sinks or self.model.attention_softcap > 0
 
     def keeps_all_heads(self, candidates: "Candidates", window: int) -> Ints:

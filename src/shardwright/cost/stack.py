@@ -31,8 +31,8 @@ class Stack:
     alone, and keep them whole until then, in the type of the reduction (FSDP2's `set_requires_gradient_sync`).
 
     Activations of a micro-batch: `flash_attention`: attention does not store its scores; `scores_in_kernel`: for
-    every kind of layer and type, otherwise `model.pieces.scores_in_rows` says where they are in memory, some rows at a
-    time. `dropout_masks`: masks for activations,
+    every kind of layer and type, otherwise they are in memory, some rows at a time, where `model.pieces.scores_in_rows` gives
+    a reason. `dropout_masks`: masks for activations,
     and for scores if stored, are kept for every model. `fused_gate`: silu(gate) is not kept in addition to
     gate. `keeps_gathered`: the inputs of matmuls are kept as gathered over tp, not as token shards; `waits_gathered`:
     the tensors for weight gradients are kept so between I and W. `keeps_outputs`: a pipeline stage keeps its output
@@ -60,7 +60,7 @@ class Stack:
     with two copies, of logits in fp32 too, unless they are sharded.
 
     `expands_heads`: keys, values and their gradients have all query heads in the backward pass of attention over a ring
-    of cp, and where `model.pieces.needs_equal_heads` says so.
+    of cp, and where a kernel needs equal heads (`model.pieces.needs_equal_heads`).
     `pads_rows`: a parameter is sharded by rows, which are padded to a multiple of the ranks and sent so (FSDP2).
 
     Other memory: `vocabulary_multiple`: the vocabulary is padded to a multiple of this times tp. `workspace_bytes`: of
