@@ -60,7 +60,7 @@ class Stack:
     with two copies, of logits in fp32 too, unless they are sharded.
 
     `expands_heads`: keys, values and their gradients have all query heads in the backward pass of attention over a ring
-    of cp, and where a kernel needs equal heads (`model.pieces.needs_equal_heads`).
+    of cp, and where a kernel needs equal heads (`model.pieces`).
     `pads_rows`: a parameter is sharded by rows, which are padded to a multiple of the ranks and sent so (FSDP2).
 
     Other memory: `vocabulary_multiple`: the vocabulary is padded to a multiple of this times tp. `workspace_bytes`: of
