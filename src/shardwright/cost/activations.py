@@ -129,7 +129,8 @@ def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None 
         f.add(rows_of_experts=experts)
         f(f"kept by {name}", f.all_kept - f.rows_of_experts)
         of_parts = [f[f"working of {part}"] for part in parts]
-        if not candidates.kind.splits_backward:  # attention runs when its networks have freed theirs
+        # Attention runs when networks have freed theirs, unless W reads them or copies to the host are on their way.
+        if not candidates.kind.splits_backward and candidates.shared.offload_activations == "none":
             of_parts[0] = of_parts[0] - plus(*(f[f"kept of {part}"] for part in parts if part in _AFTER_ATTENTION))
         at_once = greatest(*of_parts)
         if quantised := [row for row in block.rows if row.stored]:

@@ -31,8 +31,8 @@ class Stack:
     alone, and keep them whole until then, in the type of the reduction (FSDP2's `set_requires_gradient_sync`).
 
     Activations of a micro-batch: `flash_attention`: attention does not store its scores; `scores_in_kernel`: for
-    every kind of layer and type, otherwise they are in memory, some rows at a time, where `model.pieces.scores_in_rows` gives
-    a reason. `dropout_masks`: masks for activations,
+    every kind of layer and type, otherwise they are in memory, some rows at a time, where `model.pieces` gives a
+    reason. `dropout_masks`: masks for activations,
     and for scores if stored, are kept for every model. `fused_gate`: silu(gate) is not kept in addition to
     gate. `keeps_gathered`: the inputs of matmuls are kept as gathered over tp, not as token shards; `waits_gathered`:
     the tensors for weight gradients are kept so between I and W. `keeps_outputs`: a pipeline stage keeps its output
