@@ -318,9 +318,10 @@ def moving_gradients(
     if stack.keeps_gradients:
         return np.where(shared, found, matrix[:, None])
     alone = (candidates.world == 1) & ~uses_fsdp(job, candidates) & ~keeps_gradients(job, candidates)
-    alone &= candidates.shared.offload_activations == "none"
+    on_device = candidates.shared.offload_activations == "none"
+    alone &= on_device
     f.add(
-        gradient_bytes=stack.gradient_bytes, tied_head=held.head * _is_tied(job, stages), alone=alone + 0,
+        gradient_bytes=stack.gradient_bytes, tied_head=held.head * (_is_tied(job, stages) and on_device), alone=alone + 0,
         first_pass=(candidates.microbatches(job.global_batch) == 1) * (1 - keeps_gradients(job, candidates)),
     )  # fmt: skip
     not_yet = f.first_pass * f.gradient_bytes * (f.alone * f.largest_layer + f.tied_head)
