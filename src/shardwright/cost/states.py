@@ -321,7 +321,8 @@ def moving_gradients(
     on_device = candidates.shared.offload_activations == "none"
     alone &= on_device
     f.add(
-        gradient_bytes=stack.gradient_bytes, tied_head=held.head * (_is_tied(job, stages) and on_device), alone=alone + 0,
+        gradient_bytes=stack.gradient_bytes, tied_head=held.head * (_is_tied(job, stages) and on_device),
+        alone=alone + 0,
         first_pass=(candidates.microbatches(job.global_batch) == 1) * (1 - keeps_gradients(job, candidates)),
     )  # fmt: skip
     not_yet = f.first_pass * f.gradient_bytes * (f.alone * f.largest_layer + f.tied_head)
