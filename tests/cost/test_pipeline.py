@@ -83,7 +83,7 @@ def test_a_few_microbatches_fill_ranks_exactly_as_many_do(schedule: str, pp: int
 def test_gradients_of_a_stage_accumulate_from_its_first_backward_pass_to_its_last():
     """1f1b on two ranks with three micro-batches, rank 0: F F B F B B. When its first B begins there are none; when it
     ends they are in the place of what the micro-batch held."""
-    actions, begin, end = pipeline.every_moment(job(), one(pp=2), 3, 0)
+    actions, begin, end, _ = pipeline.every_moment(job(), one(pp=2), 3, 0)
     assert list(map(str, actions)) == ["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"]
     assert begin.accumulating[0, :, 0].tolist() == [0, 0, 0, 1, 1, 1]
     assert begin.in_flight[0, :, 0].tolist() == [1, 2, 2, 2, 2, 1]
@@ -98,7 +98,7 @@ def test_moments_are_those_no_other_moment_covers():
     candidates = one(pp=4, pp_schedule="interleaved-1f1b", virtual_stages=2)
     at = pipeline.moments(job(), candidates, 16)
     for rank in range(4):
-        actions, every, _ = pipeline.every_moment(job(), candidates, 16, rank)
+        actions, every, *_ = pipeline.every_moment(job(), candidates, 16, rank)
         assert len(actions) == 2 * 16 * 2
         counts, those = (
             np.concatenate([each.in_flight, each.waiting, each.accumulating, each.accumulating + each.reduced], axis=2)
@@ -109,7 +109,7 @@ def test_moments_are_those_no_other_moment_covers():
 
 
 def test_every_moment_of_one_rank_alone_is_forward_then_backward():
-    actions, at, _ = pipeline.every_moment(job(), Candidates.from_layout(Layout(), 1), 2, 0)
+    actions, at, *_ = pipeline.every_moment(job(), Candidates.from_layout(Layout(), 1), 2, 0)
     assert list(map(str, actions)) == ["0F0", "0B0", "0F1", "0B1"]
     assert at.in_flight[0, :, 0].tolist() == [1, 1, 1, 1]
     assert at.kind[0].tolist() == [pipeline.LOSS, pipeline.BACKWARD_LAST] * 2

@@ -33,6 +33,11 @@ PEAKS: dict[str, tuple[str, tuple[int, int, int], str, dict[str, Any]]] = {
     "gradient of the head's input": ("llama-3.1-8b", (8192, 2, 1), "bf16", {"tp": 2}),
     "block that is on its way in the head": ("llama-3.1-8b", (8192, 2, 1), "bf16", {"dp_shard": 2, "zero": 3}),
     "scores of a ring in fp32": ("llama-3.2-1b", (16384, 1, 1), "fp32", {"cp": 2, "recompute": "full"}),
+    "tied embedding in fp32": ("llama-3.2-1b", (2048, 2, 1), "fp32", {"recompute": "full"}),
+    "tied embedding, one micro-batch": ("llama-3.2-1b", (1024, 4, 1), "bf16", {"dp_shard": 4, "zero": 1}),
+    "tied embedding, zero 3": ("llama-3.2-1b", (1024, 8, 1), "fp32", {"dp_shard": 4, "zero": 3, "recompute": "full"}),
+    "tied embedding of replicas": ("llama-3.2-1b", (1024, 4, 1), "bf16", {"dp_replicate": 4, "recompute": "full"}),
+    "soft cap of logits": ("gemma2-2b", (8192, 1, 1), "bf16", {}),
 }
 
 

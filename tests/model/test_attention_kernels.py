@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwright.generation.batch import RaggedBatch, SequenceSegment
 from shardwright.generation.cache import Cache, RuledLayerCache
 from shardwright.model import attention
-from shardwright.model.device_type import assumed
+from shardwright.model.device_type import assumed, device_type
 from shardwright.model.documents import Documents
 from shardwright.model.piece_attention import AttentionRule
 from shardwright.parallel.context import ContextAttention
@@ -21,7 +21,7 @@ from shardwright.system.torch_private import FakeTensorMode, TorchDispatchMode, 
 from tests.distributed import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs/attention-kernels.md"
-B, H, K, C = 1, 2, 1, 16
+B, H, K, C = 1, 4, 2, 16
 SHORT, LONG = 1024, 2048
 LAYERS: dict[str, dict[str, Any]] = {
     "causal": {},
@@ -68,6 +68,11 @@ class Watched(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name in OPERATORS:
             self.kernels.add(OPERATORS[name])
+            # The memory-efficient kernel of GPUs refuses groups of heads, which the kernel of CPUs accepts.
+            grouped = name.startswith("_scaled_dot_product") and args[0].shape[1] != args[1].shape[1]
+            masked = (kwargs or {}).get("attn_mask") is not None  # of few queries of a cache
+            if grouped and not masked and device_type(args[0]) == "cuda" and args[0].dtype == torch.float32:
+                self.kernels.add("grouped")
         sizes = [x.untyped_storage().nbytes() for x in tree_leaves(result) if isinstance(x, Tensor)]
         self.largest = max(self.largest, *sizes, 0)
         return result

@@ -11,6 +11,7 @@ from shardwright.config import load
 from shardwright.cost.pools import MAPPED_BYTES
 from shardwright.measuring.steps import resident_bytes
 from shardwright.system.units import MiB
+from shardwright.training import device
 from shardwright.training.device import attention_kernels, configure_malloc
 from tests.distributed import run_ranks
 
@@ -37,6 +38,15 @@ def test_large_blocks_go_back_to_the_kernel_and_small_ones_stay():
         assert alive == pytest.approx(128 * MiB, rel=0.1)
     assert large[1] < 4 * MiB
     assert small[1] > 120 * MiB
+
+
+def test_layers_with_a_window_are_named_by_themselves(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(device, "_selected", lambda *_: "memory-efficient")
+    keys = ["model.window=16", "model.global_interval=2", "device='cuda'"]
+    config = load("examples/debug.toml", [*keys, "precision.compute='fp32'"])
+    said = attention_kernels(config, torch.device("cuda"))
+    assert said is not None
+    assert said.startswith("memory-efficient; in layers with a window some rows at a time")
 
 
 @pytest.mark.parametrize(

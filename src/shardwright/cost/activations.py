@@ -128,7 +128,11 @@ def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None 
         experts = np.where(gone, 0.0, rows)
         f.add(rows_of_experts=experts)
         f(f"kept by {name}", f.all_kept - f.rows_of_experts)
-        at_once = greatest(*(f[f"working of {part}"] for part in parts))
+        of_parts = [f[f"working of {part}"] for part in parts]
+        # Attention runs when networks have freed theirs, unless W reads them or copies to the host are on their way.
+        if not candidates.kind.splits_backward and candidates.shared.offload_activations == "none":
+            of_parts[0] = of_parts[0] - plus(*(f[f"kept of {part}"] for part in parts if part in _AFTER_ATTENTION))
+        at_once = greatest(*of_parts)
         if quantised := [row for row in block.rows if row.stored]:
             sizes = [elements(job.model, row, candidates.tp, candidates.ep) for row in quantised]
             f.add(largest_matrix=np.max(sizes, axis=0))
@@ -147,6 +151,7 @@ def recomputes_mixture(job: Job, candidates: Candidates) -> bool:
     return job.stack.selective == "parts" and "moe" in recompute.parts_of(job, candidates)
 
 
+_AFTER_ATTENTION = ("networks", "experts")
 _CAST = ("norms", "activation")
 """The parts of a block whose outputs only matmuls read."""
 
@@ -199,6 +204,8 @@ def ends(job: Job, candidates: Candidates) -> EndActivations:
         in_loss = f.T * f.vocabulary_rows * f.loss_bytes_a_logit
         if stack.logits_together:
             in_loss = np.minimum(f.T * f.vocabulary_rows, f.logits_together) * f.sum_bytes * f.loss_buffers
+        if job.model.logit_softcap:  # a quotient, product or gradient next to two of them, outside of the loss
+            in_loss = np.maximum(in_loss, f.T * f.vocabulary_rows * f.e)
         loss = f("loss", in_loss, "logits, copies, gradients; cost/stack.py")
         to_head = f("gradient of the head's input", f.T * f.h * f.e)
         return EndActivations(first, last, sent, received, logits, waiting, loss, to_head, logits - waiting)
@@ -236,9 +243,6 @@ def _symbols(job: Job, candidates: Candidates) -> ledger.Inputs:
     # A ring has a buffer of keys and values to read and one to receive into.
     gathers = candidates.shared.cp_method == "allgather"
     visiting = candidates.cp if gathers else 2.0
-    # Without kv groups only the gradients; ulysses has all tokens of few heads, like a single process.
-    expands = job.stack.expands_heads and candidates.shared.cp_method != "ulysses"
-    expanded = (1 + (job.model.n_heads > job.model.n_kv_heads)) * (candidates.cp - 1 if gathers else 1) * expands
     return {
         "T": tokens,
         "T_shard": outside,
@@ -251,7 +255,6 @@ def _symbols(job: Job, candidates: Candidates) -> ledger.Inputs:
         "mask": int(job.model.dropout > 0 or job.stack.dropout_masks),
         "cut": (candidates.token_shards > 1).astype(np.int64),
         "visiting": np.where(candidates.cp > 1, visiting, 0.0),
-        "expanded": np.where(candidates.cp > 1, expanded, 0),
     }
 
 
@@ -260,6 +263,8 @@ def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inpu
     model, latent, moe, stack = job.model, job.model.latent_attention, job.model.moe, job.stack
     heads = model.n_heads / candidates.tp
     kv_heads = np.maximum(model.n_kv_heads / candidates.tp, 1)
+    repeats = job.keeps_all_heads(candidates, block.window)
+    repeated = (heads - kv_heads) * (model.qk_dim + model.head_dim) * repeats
     found: ledger.Inputs = {
         "heads": model.n_heads,
         "q": heads * model.qk_dim,
@@ -269,10 +274,12 @@ def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inpu
         "narrow": 0 if latent is None else 2 * (latent.q_rank + latent.kv_rank) + latent.rope_dim,
         # Normed queries and keys, also before weights of each head; the kernel's padded values and outputs, and the
         # unpadded outputs that o reads; with gates their sigmoid, the output before them, and next to raw queries the
-        # raw gates.
+        # raw gates; keys and values that are repeated for all heads.
         "padding": (heads + kv_heads) * model.qk_dim * block.norms_heads * (1 + model.qk_norm_heads) * (latent is None)
         + heads * (2 * model.qk_dim - model.head_dim) * (stack.pads_values and model.qk_dim > model.head_dim)
-        + heads * model.head_dim * (2 + block.norms_heads) * model.attention_gate,
+        + heads * model.head_dim * (2 + block.norms_heads) * model.attention_gate
+        + repeated,
+        "expanded": _expanded(job, candidates, repeats),
         "norms": block.norms,
         "branches": block.branches,
         "inputs": block.inputs,
@@ -300,7 +307,7 @@ def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inpu
             and not block.frozen
         ),
     }
-    found |= recompute.features(model, block, heads, kv_heads)
+    found |= recompute.features(model, block, heads, kv_heads, repeated)
     if block.linear and model.linear_attention is not None:
         found |= _linear_features(model.linear_attention, job, candidates)
     if block.experts and moe is not None:
@@ -317,6 +324,15 @@ def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inpu
     return found
 
 
+def _expanded(job: Job, candidates: Candidates, repeats: Ints) -> Ints:
+    """Return the keys and values with all query heads, and their gradients, that the backward pass of attention has, as
+    a multiple of the queries' and the output's features. Without groups of heads only the gradients count; ulysses has
+    all tokens of few heads, like a single process, where repeated keys and values are kept."""
+    grouped, method = job.model.n_heads > job.model.n_kv_heads, candidates.shared.cp_method
+    over_ring = (1 + grouped) * (candidates.cp - 1 if method == "allgather" else 1) * job.stack.expands_heads
+    return np.where((candidates.cp > 1) & (method != "ulysses"), over_ring, grouped * repeats)
+
+
 def _linear_features(linear: LinearAttentionSpec, job: Job, candidates: Candidates) -> ledger.Inputs:
     """Return the features of linear attention on a rank: it keeps its projections and its output, and while it computes
     backward the tensors of a scan and their gradients, in 32 bits. With cp it also keeps the states and half of the
@@ -326,7 +342,7 @@ def _linear_features(linear: LinearAttentionSpec, job: Job, candidates: Candidat
     wide = max(4.0, job.element_bytes)
     keys, values = linear.n_k_heads * linear.k_dim / candidates.tp, linear.n_v_heads * linear.v_dim / candidates.tp
     gates_and_values = linear.projected_width / candidates.tp - 2 * keys
-    nothing = {"heads": 0, "padding": 0, "rotated": 0, "visiting": 0, "expanded": 0}
+    nothing = {"heads": 0, "padding": 0, "rotated": 0, "padded_out": 0, "placed_keys": 0, "visiting": 0, "expanded": 0}
     over_cp = {
         "kept_maps": of_pieces * (linear.map_numel * wide + linear.window_numel * job.element_bytes),
         "gathered_maps": candidates.cp * of_pieces * linear.map_numel * wide,
@@ -364,18 +380,31 @@ def _attention(job: Job, candidates: Candidates, f: Formulas, block: BlockShape)
 
 
 def _scores_in_rows(job: Job, candidates: Candidates, f: Formulas, block: BlockShape, in_memory: Ints) -> None:
-    """Add the bytes of the scores of the rows of a sequence that are computed together: in the backward pass the
-    scores, the slope of a soft cap and the gradient, in fp32 or wider. The keys are a rank's share over cp, at most a
-    window and the rows. Ignored: that documents have fewer keys, and the mask of one byte, which all heads share."""
-    keys = job.seq_len / candidates.cp
+    """Add the bytes of the scores of the rows that are computed together: in the backward pass the scores, the slope of
+    a soft cap and the gradient, in fp32 or wider.
+
+    The keys are the tokens of a ring rank, at most a window and the rows. A ring computes all sequences of a
+    micro-batch together, and with `allgather` all keys before a rank's last chunk, if no rule and no documents cut them
+    into pieces (`parallel.context`). Ignored: that documents have fewer keys, and the mask of one byte, which all heads
+    share."""
+    ring, capped = candidates.cp_ring, job.model.attention_softcap > 0
+    keys = job.seq_len / ring
     rows = np.minimum(keys, min(block.window or ROWS_TOGETHER, ROWS_TOGETHER))
+    sequences = np.ones_like(ring)
     if block.window:
         keys = np.minimum(keys, block.window if block.chunked else block.window - 1 + rows)
-    f.add(rows_together=rows * in_memory, keys_together=keys)
-    n_tensors = f.constant(3 if job.model.attention_softcap else 2)
-    wide_bytes = max(4.0, job.element_bytes)
-    scores = n_tensors * wide_bytes * f.rows_together * f.keys_together * (f.heads / f.tp)
-    f("scores in rows", scores, "scores, slope of a soft cap and gradient; model/blocks.py")
+    elif not job.has_rule(block.window) and job.document_tokens is None:
+        sequences = np.where(ring > 1, candidates.micro_batch, 1)
+        if candidates.shared.cp_method == "allgather":
+            keys = np.maximum(keys, job.seq_len - keys)
+    f.add(
+        rows_together=rows * in_memory, keys_together=keys, sequences_together=sequences,
+        head_shards=candidates.tp * candidates.cp // ring,
+    )  # fmt: skip
+    n_tensors = f.constant(3 if capped else 2)
+    scores_bytes = n_tensors * max(4.0, job.element_bytes) * f.rows_together * f.keys_together * f.sequences_together
+    source = f"scores,{' slope of a soft cap' if capped else ''} and gradient; model/blocks.py"
+    f("scores in rows", scores_bytes * (f.heads / f.head_shards), source)
 
 
 def _networks(job: Job, f: Formulas, *, gated: bool, frozen: bool) -> None:

@@ -19,7 +19,7 @@ from shardwright.cost.hardware import Cluster
 from shardwright.cost.stack import SHARDWRIGHT, SHARDWRIGHT_COMPILED, Stack
 from shardwright.layout.keys import KEYS, RECOMPUTE
 from shardwright.layout.layout import Layout
-from shardwright.model.pieces import scores_in_rows
+from shardwright.model.pieces import needs_equal_heads, scores_in_rows
 from shardwright.model.spec import ModelSpec
 from shardwright.optimizers import OPTIMIZERS, OptimizerKind
 from shardwright.schedule.registry import Kind
@@ -137,15 +137,13 @@ class Job:
     def scores_in_memory(self, candidates: "Candidates", window: int) -> Ints:
         """Return 1 for each candidate that computes the scores of attention in a layer with a `window` (0: none) in
         memory, some rows at a time, and 0 for each that has them in a kernel."""
-        model, chip = self.model, self.cluster.accelerator
-        if self.stack.caps_in_kernel:
+        model = self.model
+        if self.stack.scores_in_kernel:
             return np.zeros_like(candidates.cp)
         rings, places = np.unique(candidates.cp_ring, return_inverse=True)
         refused = [
             scores_in_rows(
-                gpu=not chip.is_cpu,
-                element_bytes=self.element_bytes,
-                width=model.qk_dim,
+                **self._attention_kernel,
                 softcap=model.attention_softcap > 0,
                 sinks=model.attention_sinks,
                 windows=window > 0,
@@ -154,6 +152,23 @@ class Job:
             for ring in rings
         ]
         return np.array([reason is not None for reason in refused], dtype=np.int64)[places]
+
+    def has_rule(self, window: int) -> bool:
+        """Return whether a layer with a `window` has a window, sinks or a soft cap, unlike plain causal attention."""
+        return window > 0 or self.model.attention_sinks or self.model.attention_softcap > 0
+
+    def keeps_all_heads(self, candidates: "Candidates", window: int) -> Ints:
+        """Return 1 for each candidate that repeats keys and values for all query heads in a layer with a `window`, and
+        keeps them so until the backward pass, else 0."""
+        if not self.stack.expands_heads or self.has_rule(window) or not needs_equal_heads(**self._attention_kernel):
+            return np.zeros_like(candidates.cp)
+        return (candidates.cp_ring == 1) * (1 - self.scores_in_memory(candidates, window))
+
+    @property
+    def _attention_kernel(self) -> dict[str, Any]:
+        """Return the properties by which a run chooses a kernel of attention (`model.pieces`)."""
+        gpu = not self.cluster.accelerator.is_cpu
+        return {"gpu": gpu, "element_bytes": self.element_bytes, "width": self.model.qk_dim}
 
     @property
     def tokens(self) -> int:

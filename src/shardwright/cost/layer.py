@@ -9,12 +9,13 @@ from collections.abc import Iterable
 import numpy as np
 
 from shardwright.cost import activations, ledger, recompute
+from shardwright.cost.attention import attend
 from shardwright.cost.blocks import BlockShape
 from shardwright.cost.collectives import all_gather, all_reduce, reduce_scatter
 from shardwright.cost.formats import FORMATS
 from shardwright.cost.job import FULL, RECOMPUTE, Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas, plus
-from shardwright.cost.matmuls import Matmul, fp32_or_wide, head_matmul, layer_matmuls, reached_flops_per_s
+from shardwright.cost.matmuls import Matmul, head_matmul, layer_matmuls, reached_flops_per_s
 from shardwright.cost.messages import context, dispatch, head_over_tp, loss_sums, over_tp, states, tensor
 from shardwright.cost.parameters import computed_share, elements, scaled_outputs, tp_shards
 from shardwright.cost.passes import (
@@ -26,21 +27,11 @@ from shardwright.cost.passes import (
     rotation_bytes,
 )
 from shardwright.cost.speed import ELEMENTWISE, HOST, MATMULS, TENSOR
-from shardwright.model.pieces import ROWS_TOGETHER
 
 CASTS = "casts of inputs"
 BACKWARD_TRAFFIC = 1.5
 """Bytes that an element-wise operation moves in the backward pass, relative to the forward pass: two inputs instead of
 one, and one output."""
-
-
-CAP_BYTES, CAP_BYTES_BACKWARD = 60, 140
-"""Bytes that the operations on a capped score move, forward and backward: written by the matmul, then read and written
-by division, tanh, product, mask, difference and exponential, and read twice; backward the same scores again, the slope
-of the cap, and the gradients (`model.blocks`)."""
-CAP_FLOPS_BACKWARD = 2.5
-"""FLOPs of attention, backward relative to forward: five matmuls, of scores again and of the gradients of
-probabilities, values, queries and keys, relative to two (`model.blocks`, `_dense_gradient`)."""
 
 
 def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None = None) -> Passes:
@@ -53,7 +44,7 @@ def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None 
             _scan(passes, job, candidates, tokens)
             states(passes, job, candidates, tokens)
         else:
-            _attend(passes, job, candidates, tokens, block)
+            attend(passes, job, candidates, tokens, block)
             context(passes, job, candidates, tokens, block)
         _elementwise(passes, job, candidates, block)
         tensor(passes, job, candidates, block, tokens)
@@ -228,111 +219,6 @@ DECODED_BYTES = {"int8": 11.0, "nf4": 22.5}
 product with the scale in fp32, which is read again, and the result: 1 + 4 + 4 + 2. nf4: 4 bits of code, their index in
 32 bits for two elements, the value in fp32, its product with the scale, and the result: 0.5 + 2 + 2 + 4 + 4 + 4 + 4 +
 2. No GPU measured it."""
-
-
-def _attend(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, block: BlockShape) -> None:
-    """Add the matmuls of attention, fused or with stored scores.
-
-    With cp_method "ring" the last rank of cp has the most scores, 2 - 1 / cp of the mean, or 2 s / (2 s - w) with a
-    window w; of chunks of w tokens the rank with the end of one, 2 - s / (cp w) of the mean, or the mean if it has
-    whole ones. Within documents (`document_tokens` instead of s) that share is an upper bound.
-    """
-    attended, n_attended = job.attended
-    spec, window = job.model, block.window
-    width = (spec.qk_dim + spec.head_dim) / 2
-    f = Formulas("s", T=tokens, s=job.seq_len, heads=spec.n_heads, c=width, tp=candidates.tp, cp=candidates.cp)
-    f.add({attended: n_attended})
-    if job.stack.flash_attention:
-        source, formulas = _fused(f, job, candidates, block)
-    else:
-        source, formulas = _stored(f, job, candidates)
-    if candidates.shared.cp_method == "ring" and np.any(candidates.cp > 1):
-        longer = 1 - 1 / f.cp
-        if job.stack.flash_attention and 0 < window < n_attended:
-            most = 1 - f.s / f.cp / f.window if block.chunked else f.window / (2 * f[attended] - f.window)
-            longer = np.maximum(0, np.minimum(longer, most))
-        formulas = [formula + formula * longer for formula in formulas]
-    passes.add("attention", *(f(f"attention, {name}", each, source) for name, each in zip("FI", formulas, strict=True)))
-
-
-def _fused(f: Formulas, job: Job, candidates: Candidates, block: BlockShape) -> tuple[str, list[Floats]]:
-    """Return the source and the seconds of fused attention, forward and backward.
-
-    It computes the half of the scores that is not masked, but whole blocks on the diagonal, at a fraction of the peak
-    that grows with the head width and the length. Within documents it computes the scores of each document, with
-    document_tokens instead of s; with a window w, w (2 s - w) / s of the scores of s tokens; with n whole chunks of w
-    and one of r, (n w^2 + r^2) / s. If no kernel has the scores (`Job.scores_in_memory`), scores are computed in
-    fp32, some rows at a time, and each operation on them reads and writes them. A kernel with a soft cap is priced as
-    one without; no GPU has measured it.
-    """
-    attended, n_attended = job.attended
-    fitted, chip, window = job.calibration, job.cluster.accelerator, block.window
-    length = f[attended]
-    if 0 < window < n_attended:
-        f.add(window=window)
-        whole = length // f.window * f.window
-        of_chunks = (whole * f.window + (length - whole) * (length - whole)) / length
-        of_window = f.window * (2 * length - f.window) / length
-        length = f.let("attended_tokens", of_chunks if block.chunked else of_window)
-    in_memory = job.scores_in_memory(candidates, block.window)
-    edge: Floats | int = 64
-    if np.any(in_memory):
-        f.add(edge=np.where(in_memory, ROWS_TOGETHER / 2, edge))
-        edge = f.edge
-    f("FLOPs of attention", 4 * f.T * length * (f.heads / f.tp) * f.c * (0.5 + edge / length), "of F", unit="FLOP")
-    flops = f.FLOPs_of_attention
-    if np.all(in_memory):
-        return _capped(f, job, flops)
-    f.add(
-        c0=fitted.flash_width, s0=fitted.flash_length, rate=reached_flops_per_s(job, job.wide_precision),
-        flash_share=fitted.flash(chip.die), flash_gain=job.stack.speed.on(chip.die).flash_gain,
-        flash_backward=fitted.flash_backward,
-    )  # fmt: skip
-    reached = f.flash_share * f.c / (f.c + f.c0) * length / (length + f.s0)
-    f("rate of attention", f.rate * reached * f.flash_gain, "cost/calibration.toml, cost/speed.py", unit="FLOP/s")
-    seconds = [flops / f.rate_of_attention, flops * f.flash_backward / f.rate_of_attention]
-    if np.any(in_memory):
-        f.add(in_memory=in_memory)
-        capped = zip(seconds, _capped(f, job, flops)[1], strict=True)
-        seconds = [fused + f.in_memory * (other - fused) for fused, other in capped]
-    return "Dao, arXiv 2307.08691, section 3", seconds
-
-
-def _capped(f: Formulas, job: Job, flops: Floats) -> tuple[str, list[Floats]]:
-    """Return the source and the seconds of attention with a soft cap that is in no kernel, forward and backward."""
-    f.add(wide_rate=reached_flops_per_s(job, fp32_or_wide(job)), element_rate=reached_bytes_per_s(job))
-    f.add(cap_bytes=CAP_BYTES, cap_bytes_I=CAP_BYTES_BACKWARD, cap_flops_I=CAP_FLOPS_BACKWARD)
-    scores = flops / (4 * f.c)
-    return "scores in memory, in fp32; model/blocks.py", [
-        flops / f.wide_rate + f.cap_bytes * scores / f.element_rate,
-        f.cap_flops_I * flops / f.wide_rate + f.cap_bytes_I * scores / f.element_rate,
-    ]
-
-
-def _stored(f: Formulas, job: Job, candidates: Candidates) -> tuple[str, list[Floats]]:
-    """Return the source and the seconds of attention with stored scores, forward and backward. Batched matmuls compute
-    the whole square of the whole sequence, masked, and the scores are written to memory and read between them."""
-    spec, fitted = job.model, job.calibration
-    queries, keys, batch = (
-        job.seq_len / candidates.cp,
-        float(job.seq_len),
-        candidates.micro_batch * (spec.n_heads / candidates.tp),
-    )
-    products = [
-        Matmul("scores", queries, spec.qk_dim, keys, batch, job.wide_precision),
-        Matmul("scores by values", queries, keys, spec.head_dim, batch, job.wide_precision),
-    ]
-    gradients = [one for each in products for one in (each.for_input, each.for_weight)]
-    f.add({each.name: each.seconds(job) for each in (*products, *gradients)})
-    f.add(element_rate=reached_bytes_per_s(job), score_bytes=fitted.score_bytes)
-    f.add(score_bytes_I=fitted.score_bytes_backward)
-    forward = plus(*(f[each.name] for each in products))
-    backward = plus(*(f[each.for_input.name] + f[each.for_weight.name] for each in products))
-    scores = f.T * f.s * (f.heads / f.tp)
-    return "stored scores; cost/calibration.toml", [
-        forward + f.score_bytes * scores / f.element_rate,
-        backward + f.score_bytes_I * scores / f.element_rate,
-    ]
 
 
 def _scan(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -> None:

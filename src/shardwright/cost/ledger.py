@@ -393,9 +393,10 @@ _SYMBOLS = (
      "while they accumulate, and when they are complete; gathered layers; the embedding's gradient"),
     ("kept kept_for_W experts_kept logits_kept logits_for_W gradients_of_stages working_of_stages", "B",
      "of a microbatch, for each stage of the rank"),
-    ("rows_together keys_together", "tokens", "of a sequence whose scores with a soft cap are in memory together"),
-    ("cap_bytes cap_bytes_I cap_flops_I", "B", "moved for each score with a soft cap, forward, backward; FLOPs of the "
-     "backward pass of attention, relative to F"),
+    ("rows_together keys_together sequences_together", "tokens, tokens, ", "whose scores are in memory together"),
+    ("head_shards", "", "parts of the query heads, of which a rank computes one"),
+    ("row_score_bytes row_score_bytes_I row_flops_I", "B, B, ", "moved for each score that is in memory, forward, "
+     "backward; FLOPs of the backward pass of attention, relative to F"),
     ("scanned scan_numel", "", "elements a token of a scan of linear attention, with gradients on a rank; in one pass"),
     ("scan_flops map_flops", "FLOP", "of a token in the scans of linear attention, forward; in its maps of states"),
     ("over_cp", "", "1 where ranks of cp share a sequence"),
@@ -403,9 +404,11 @@ _SYMBOLS = (
     ("q k v out narrow", "", "features of queries, keys, values, results on a rank; of latent attention's vectors"),
     ("made tensors", "", "tensors of inner width that a network keeps beside its last input; that its backward needs"),
     ("narrow_norms rotated keys_and_values padded_out", "", "features that recomputation need not keep: normed latent "
-     "vectors; placed queries and keys; keys and values from latent vectors; padded results"),
+     "vectors; placed queries and keys; keys and values from latent vectors; padded results, or repeated kv heads"),
+    ("placed_keys", "", "features of keys that no kernel keeps, because it keeps repeated ones"),
     ("eager_gate", "", "1 where experts keep silu(gate) although other networks are compiled and do not"),
-    ("first_pass tied_head", "", "1 where a step has one microbatch; elements of the head, if it is the embedding"),
+    ("first_pass alone tied_head", "", "1 where a step has one microbatch and no gradients before; where one rank has "
+     "no FSDP; elements of the head, if it is the embedding"),
     ("gated_outputs", "", "outputs of shared experts that a gate multiplies"),
     ("copied_alone", "", "1 where only a copy in fp32 of a router's input is kept"),
     ("cut visiting expanded", "", "1 where tokens are gathered over tp; keys and values of other ranks of cp, for each "

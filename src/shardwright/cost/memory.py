@@ -202,14 +202,14 @@ def curve(job: Job, candidates: Candidates, rank: int) -> Curve:
     step = StepMemory(job, candidates, _of_rank(job, candidates, rank))
     microbatches = int(candidates.microbatches(job.global_batch)[0])
     actions, *moments = pipeline.every_moment(job, candidates, microbatches, rank)
-    begin, end = (_held(step.of_stage, step.stages, at.each) for at in moments)
-    later = sum(end.values(), np.zeros(1)) > sum(begin.values(), np.zeros(1))
+    held = [_held(step.of_stage, step.stages, at.each) for at in moments]
+    which = np.argmax([sum(kinds.values(), np.zeros(1))[0, 0] for kinds in held], axis=0)
     last = step.at_update()
     kinds = {}
     for kind in KINDS:
         always = step.states[kind][0, 0] if kind in step.states else 0.0
-        comes = np.where(later, end[kind], begin[kind])[0, 0] if kind in begin else np.zeros(len(actions))
-        kinds[kind] = np.append(comes + always, last[kind][0, 0])
+        comes = [kinds[kind][0, 0] if kind in kinds else np.zeros(len(actions)) for kinds in held]
+        kinds[kind] = np.append(np.choose(which, comes) + always, last[kind][0, 0])
     return Curve((*map(str, actions), "optimizer"), kinds)
 
 
@@ -341,7 +341,7 @@ def _held(of_stage: StageBytes, stages: Stages, at: dict[str, Ints]) -> dict[str
         reduced_of_stages=of_ranks(of_stage.reduced),
         of_embedding=of_stage.embedding[:, :1, None] * embeds,
         gathered_of_stages=np.where(
-            is_loss[..., None], of_ranks(of_stage.gathered_for_head), of_ranks(of_stage.gathered)
+            is_loss[..., None], of_ranks(of_stage.gathered_for_head), of_ranks(of_stage.gathered) * ~embeds[..., None]
         ),
         working_of_stages=of_ranks(of_stage.working) * backward[..., None],
     )

@@ -22,8 +22,8 @@ from shardwright.split.stages import ScheduleInputs, stage_layers
 ACTIONS = ("forward or weight", "loss", "backward", "backward in the last stage", "gradient of the embedding")
 OTHER, LOSS, BACKWARD, BACKWARD_LAST, EMBEDDING = range(len(ACTIONS))
 """Classes of actions, by their temporary buffers. F of the last stage computes the loss, and its B or I first frees the
-logits. I of the first stage ends with the gradient of the embedding, which is not deferred to W. F of other stages and
-W need no more than the memory in flight and waiting."""
+logits. B or I of the first stage ends with the gradient of the embedding, which is not deferred to W. F of other stages
+and W need no more than the memory in flight and waiting."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,11 +193,12 @@ def leading_ranks(job: Job, candidates: Candidates, microbatches: int) -> Ints:
 
 def every_moment(
     job: Job, candidates: Candidates, microbatches: int, rank: int
-) -> tuple[list[Action], Moments, Moments]:
-    """Return the actions of one rank in order, and the memory at the start and at the end of each; R is 1."""
+) -> tuple[list[Action], Moments, Moments, Moments]:
+    """Return the actions of one rank in order, and the memory at the start, before the end and at the end of each; R is
+    1."""
     schedule = stages(job, candidates).built_from.schedule(microbatches)
-    begin, end = _held(schedule, [rank])
-    return list(schedule.ranks[rank]), _as_moments(begin), _as_moments(end)
+    begin, before_end, end = map(_as_moments, _held(schedule, [rank]))
+    return list(schedule.ranks[rank]), begin, before_end, end
 
 
 def representative(name: str, pp: int, microbatches: int) -> int:
@@ -288,14 +289,15 @@ _OF_BACKWARD = {"F": 0.0, "B": 1.0, "I": 0.5, "W": 0.5}
 """Part of a backward pass that an action is."""
 
 
-def _held(schedule: Schedule, ranks: Sequence[int]) -> tuple[Ints, Ints]:
-    """Return the counts at the start of every action of some ranks, and the counts at its end, each (R, actions, 1 + 4
-    v).
+def _held(schedule: Schedule, ranks: Sequence[int]) -> tuple[Ints, Ints, Ints]:
+    """Return the counts at the start of every action of some ranks, and the counts before its end and at its end, each
+    (R, actions, 1 + 4 v).
 
     A row has the class of the action and, for each of the v stages: micro-batches in flight, including the action's;
-    micro-batches waiting; 1 if there are gradients; 1 if they are not complete. The counts at the end differ from the
-    counts at the start if the action makes the first gradients of a stage, which replace its micro-batch's memory, or
-    the embedding's gradient. A rank with fewer actions than another repeats its first row."""
+    micro-batches waiting; 1 if there are gradients; 1 if they are not complete. The counts before the end differ from
+    the counts at the start if the action makes the first gradients of a stage, which replace its micro-batch's memory,
+    and the counts at the end if the action makes the embedding's gradient. A rank with fewer actions than another
+    repeats its first row."""
     codes = [[(action.stage, _OPS[action.op]) for action in schedule.ranks[rank]] for rank in ranks]
     most = max(map(len, codes))
     padded = np.array([[*each, *[(-1, -1)] * (most - len(each))] for each in codes], dtype=np.int64)
@@ -313,12 +315,14 @@ def _held(schedule: Schedule, ranks: Sequence[int]) -> tuple[Ints, Ints]:
     after = np.cumsum(completing, axis=1)
     before, all_of_them = after - completing, after[:, -1:]
     begin = np.concatenate([kinds, in_flight, waiting, before > 0, (before > 0) & (before < all_of_them)], axis=2)
-    embedded = (split & (stage == 0))[:, :, None]
-    ending = np.where(embedded, EMBEDDING, np.where(kinds == BACKWARD_LAST, BACKWARD, kinds))
-    end = [ending, in_flight - sent_back, waiting + waits, after > 0, (after > 0) & (after < all_of_them)]
-    counts = embedded | (completing & (after == 1)).any(2, keepdims=True)
+    ending = np.where(kinds == BACKWARD_LAST, BACKWARD, kinds)
+    left = [in_flight - sent_back, waiting + waits, after > 0, (after > 0) & (after < all_of_them)]
     begin = np.where(op[:, :, None] < 0, begin[:, :1], begin)
-    return begin, np.where(counts, np.concatenate(end, axis=2), begin)
+    first = (completing & (after == 1)).any(2, keepdims=True)
+    before_end = np.where(first, np.concatenate([ending, *left], axis=2), begin)
+    embedded = (back & (stage == 0))[:, :, None]
+    end = np.where(embedded, np.concatenate([np.full_like(kinds, EMBEDDING), *left], axis=2), begin)
+    return begin, before_end, end
 
 
 def _largest(rows_Rnc: Ints) -> Ints:

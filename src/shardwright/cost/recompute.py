@@ -14,7 +14,8 @@ rotated part.
 | rope       | with norms of heads q and k, T (H + K) C / t e; latent:         | norms, rotation, concatenation        |
 |            | T (H (2 C - N - V) / t - P) e                                   |                                       |
 | mla_up     | T (2 H C / t - P) e, including rope                             | the matmul from latent vectors, rope  |
-| attention  | its output, padded and not, and the log-sum-exp                 | attention, with its communication     |
+| attention  | its output, padded and not, the log-sum-exp, and keys and       | attention, with its communication     |
+|            | values that it repeats for all heads                            |                                       |
 | experts    | T' k g (m + 1) e, including activation                          | first matrices of experts, activation |
 | moe_act    | T' k g (m - a + 1) e                                            | silu(gate) x up, or gelu of experts   |
 | mlp        | T f / t (m + 1) e, of layers without experts                    | the network, with its messages        |
@@ -76,6 +77,8 @@ def not_kept(f: Formulas, parts: Sequence[str], *, latent: bool, experts: bool) 
         n_bytes = _NOT_KEPT[name](f)
         if name == "activation" and experts and "experts" not in parts:
             n_bytes = n_bytes + _activation_of_experts(f)
+        if name == "rope" and "attention" not in parts:  # which keeps repeated keys instead of placed ones
+            n_bytes = n_bytes - f.T * f.placed_keys * f.e
         f(f"not kept of {name}", n_bytes, "cost/recompute.py")
         terms.append(f[f"not kept of {name}"])
     return plus(*terms) if terms else 0 * f.T
@@ -87,14 +90,17 @@ def _activation_of_experts(f: Formulas) -> Floats:
     return n_bytes
 
 
-def features(model: ModelSpec, block: BlockShape, heads: Floats, kv_heads: Floats) -> ledger.Inputs:
-    """Return the symbols of `not_kept` for the heads of a rank, in elements a token."""
+def features(model: ModelSpec, block: BlockShape, heads: Floats, kv_heads: Floats, repeated: Floats) -> ledger.Inputs:
+    """Return the symbols of `not_kept` for the heads of a rank, in elements a token; `repeated`: of the keys and values
+    that attention itself repeats for all heads."""
     latent, wide = model.latent_attention, max(model.qk_dim, model.head_dim)
     if latent is None:
         placed = (heads + kv_heads) * model.qk_dim * block.norms_heads * (1 + model.qk_norm_heads)
-        return {"rotated": placed, "keys_and_values": 0, "padded_out": 0, "narrow_norms": 0}
+        keys = kv_heads * model.qk_dim * block.norms_heads * (repeated > 0)
+        return {"rotated": placed, "placed_keys": keys, "keys_and_values": 0, "padded_out": repeated, "narrow_norms": 0}
     both = heads * (model.qk_dim + wide) - latent.rope_dim
     return {
+        "placed_keys": 0,
         "rotated": both - heads * (latent.nope_dim + latent.v_dim),
         "keys_and_values": both,
         "padded_out": heads * wide * (wide > model.head_dim),

@@ -30,8 +30,9 @@ class Stack:
     with ZeRO-2 and ZeRO-3. `accumulates_whole`: ZeRO-2 and ZeRO-3 reduce gradients after the last micro-batch of a step
     alone, and keep them whole until then, in the type of the reduction (FSDP2's `set_requires_gradient_sync`).
 
-    Activations of a micro-batch: `flash_attention`: attention does not store its scores; `caps_in_kernel`: also with a
-    soft cap, otherwise they are in memory in fp32 while a piece is computed. `dropout_masks`: masks for activations,
+    Activations of a micro-batch: `flash_attention`: attention does not store its scores; `scores_in_kernel`: for
+    every kind of layer and type, otherwise they are in memory, some rows at a time, where `model.pieces` gives a
+    reason. `dropout_masks`: masks for activations,
     and for scores if stored, are kept for every model. `fused_gate`: silu(gate) is not kept in addition to
     gate. `keeps_gathered`: the inputs of matmuls are kept as gathered over tp, not as token shards; `waits_gathered`:
     the tensors for weight gradients are kept so between I and W. `keeps_outputs`: a pipeline stage keeps its output
@@ -58,7 +59,8 @@ class Stack:
     this number of logits at a time, and no copy of logits in fp32; 0: it does not overwrite them. `compiles_loss`: then
     with two copies, of logits in fp32 too, unless they are sharded.
 
-    `expands_heads`: over cp, keys, values and their gradients have all query heads in the backward pass of attention.
+    `expands_heads`: keys, values and their gradients have all query heads in the backward pass of attention over a ring
+    of cp, and where a kernel needs equal heads (`model.pieces`).
     `pads_rows`: a parameter is sharded by rows, which are padded to a multiple of the ranks and sent so (FSDP2).
 
     Other memory: `vocabulary_multiple`: the vocabulary is padded to a multiple of this times tp. `workspace_bytes`: of
@@ -86,7 +88,7 @@ class Stack:
     gathers_in_loss: bool = True
     step_bytes: float = 0.0
     flash_attention: bool = True
-    caps_in_kernel: bool = True
+    scores_in_kernel: bool = True
     dropout_masks: bool = False
     fused_gate: bool = True
     keeps_gathered: bool = False
@@ -141,7 +143,7 @@ SHARDWRIGHT = Stack(
     keeps_gradients=False,
     reduces_once_in_pipelines=False,
     gathers_in_loss=False,
-    caps_in_kernel=False,
+    scores_in_kernel=False,
     fused_gate=False,
     keeps_outputs=True,
     waits_gathered=True,

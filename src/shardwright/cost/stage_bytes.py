@@ -98,7 +98,7 @@ def microbatch_bytes(
     if ledger.recording():
         _note_stages(stages, kept, around, layers)
     embedding = zeros.copy()
-    embedding[:, 0] = held.trained.head * states.weight_gradient_bytes(job) * (not job.stack.keeps_gradients)
+    embedding[:, 0] = states.embedding_gradient(job, candidates, stages, held)
     last_norm = zeros.copy()
     if not candidates.kind.splits_backward:  # else W reads it
         last_norm[:, -1] = around.last
@@ -156,6 +156,7 @@ def parts_sharded(of_stage: ShardedBytes, stages: Stages) -> Floats:
     reduced[:] = of_stage.reduced[:, stages.of_rank]
     by_action[:] = of_stage.gathered[:, stages.of_rank].max(2)
     by_action[pipeline.LOSS] = of_stage.gathered_for_head[:, stages.of_rank].max(2)
+    by_action[pipeline.EMBEDDING] = 0.0  # no layer follows
     return parts
 
 

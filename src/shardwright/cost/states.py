@@ -292,8 +292,9 @@ def moving_gradients(
     gradients are being reduced; (3) the first is done, and has all its gradients, the buffer of their reduce-scatter,
     and no temporary buffers. With experts, whose gradients are reduced separately, all of this at once. The last stage
     also has the gradient of the head, which is reduced at the end of the pass. If gradients are not sharded: the
-    gradient of one matrix at a time. On one rank without FSDP2, with one micro-batch a step, the gradients of the
-    running block do not exist yet; the gradient of a tied head waits, in 16 bits, until the embedding adds its own.
+    gradient of one matrix at a time, and the gradient of a head that is tied to the embedding of the same stage, which
+    waits, in the type of the matmuls, until the embedding adds its own. On one rank without FSDP2, with one micro-batch
+    a step, the accumulated gradients of the running block and of a tied head do not exist yet.
     Ignored with activations on the host: their copies take some 0.8 of a layer more than is counted for them.
     """
     held = held.trained
@@ -314,17 +315,52 @@ def moving_gradients(
             name, of_layer = "gradients beside a layer", np.maximum(f.gradient_of_a_matmul + reduced, done)
         found += f(name, of_layer)[:, None]
         found[:, -1] = f(f"{name} and the head", f[name] + f.e * f.head, "last stage")
-    alone = (candidates.world == 1) & ~uses_fsdp(job, candidates) & ~keeps_gradients(job, candidates)
-    alone &= not stack.keeps_gradients and candidates.shared.offload_activations == "none"
-    if not alone.any():
+    if stack.keeps_gradients:
         return np.where(shared, found, matrix[:, None])
+    alone = (candidates.world == 1) & ~uses_fsdp(job, candidates) & ~keeps_gradients(job, candidates)
+    on_device = candidates.shared.offload_activations == "none"
+    alone &= on_device
     f.add(
-        gradient_bytes=stack.gradient_bytes, tied_head=held.head * job.model.tied_embedding,
-        first_pass=(candidates.microbatches(job.global_batch) == 1).astype(int),
+        gradient_bytes=stack.gradient_bytes, tied_head=held.head * (_is_tied(job, stages) and on_device),
+        alone=alone + 0,
+        first_pass=(candidates.microbatches(job.global_batch) == 1) * (1 - keeps_gradients(job, candidates)),
     )  # fmt: skip
-    not_yet = f.first_pass * f.gradient_bytes * (f.largest_layer + f.tied_head)
-    own = f("gradients beside those of other layers", f.gradient_of_a_matmul + f.e * f.tied_head - not_yet)
-    return np.where(shared, found, np.where(alone, own, matrix)[:, None])
+    not_yet = f.first_pass * f.gradient_bytes * (f.alone * f.largest_layer + f.tied_head)
+    of_head = f.weight_gradient_bytes * f.tied_head
+    own = f("gradients beside those of other layers", f.gradient_of_a_matmul + of_head - not_yet)
+    return np.where(shared, found, own[:, None])
+
+
+def embedding_gradient(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> Floats:
+    """Return the bytes that the gradient of the embedding adds before it is accumulated, (n,).
+
+    If the head of the same stage is tied to it, autograd has kept the gradient of the head and adds both into a third
+    tensor. FSDP is reducing the gradients of a layer, and has freed the weights of layers in the last micro-batch. The
+    accumulated gradients do not contain the embedding's yet: with one micro-batch a step, or two if ZeRO 1 shards them
+    after the second or ZeRO 2 frees the weights in it.
+    """
+    stack, once = job.stack, job.stack.gradient_bytes * (1 - keeps_gradients(job, candidates))
+    if stack.keeps_gradients:
+        return np.zeros(len(candidates))
+    m, shared = candidates.microbatches(job.global_batch), shares_gradients(job, candidates)
+    late = (candidates.zero == 1) & (candidates.shards > 1)
+    absent = np.where(m == 1, 1 / np.where(shared | late, candidates.shards, 1), 0.0)
+    absent = np.where(m == 2, late + (shared & (candidates.zero == 2)) / candidates.shards, absent)
+    reduces = uses_fsdp(job, candidates) & (shared | (m == 1)) & (not candidates.kind.splits_backward)
+    tensors = (3 if _is_tied(job, stages) else 1) * weight_gradient_bytes(job)
+    # The gradients of replicas are summed in the type of the reduction, and divided into a third tensor, at the end.
+    divided = reduces & ~shared & ~late & (candidates.gradient_ranks > 1)
+    n_bytes = np.maximum(tensors, divided * 3 * stack.reduced_bytes) - absent * once
+    layer = held.trained.layer_dense + held.trained.layer_expert
+    of_layers = (held.dense + held.expert - np.where(divided[:, None], 0, held.ends))[:, 0]
+    freed = (m == 1) & (candidates.zero < 3) & reduces
+    in_fsdp = (reduces & ~divided) * stack.reduced_bytes * layer - freed * job.element_bytes * of_layers
+    return np.maximum(0.0, held.trained.head * n_bytes + in_fsdp)
+
+
+def _is_tied(job: Job, stages: Stages) -> bool:
+    """Return whether one stage has the embedding and a head that is tied to it."""
+    return job.model.tied_embedding and len(stages.layers) == 1
 
 
 def weight_gradient_bytes(job: Job) -> float:

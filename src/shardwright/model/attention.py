@@ -12,12 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.model import flex
 from shardwright.model.batch_invariant import is_batch_invariant
+from shardwright.model.blocks import expand_heads
 from shardwright.model.device_type import device_type
 from shardwright.model.documents import Documents
 from shardwright.model.matmul import Linear
 from shardwright.model.norm import head_norm
 from shardwright.model.piece_attention import AttentionRule, piece_attention
-from shardwright.model.pieces import scores_in_rows
+from shardwright.model.pieces import needs_equal_heads, scores_in_rows
 from shardwright.model.recompute import part
 from shardwright.model.rotary import rotate
 from shardwright.model.spec import ModelSpec
@@ -160,6 +161,9 @@ def capped_attention(
 def causal_attention(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor) -> Tensor:
     """Return the attention of every token to itself and to earlier tokens; (B, T, H, C). H is a multiple of K."""
     q_BHTC, k_BKTC, v_BKTC = (x.transpose(1, 2) for x in (q_BTHC, k_BTKC, v_BTKC))
+    element_bytes, width = q_BTHC.element_size(), q_BTHC.shape[-1]
+    if needs_equal_heads(gpu=device_type(q_BTHC) == "cuda", element_bytes=element_bytes, width=width):
+        k_BKTC, v_BKTC = (expand_heads(x_BKTC, q_BHTC) for x_BKTC in (k_BKTC, v_BKTC))
     # The flash kernel for CPUs handles grouped heads itself: forward and backward of the benchmark's layer took
     # 15.2 ms, against 16.1 ms with expanded and 17.0 ms with repeated keys and values (torch 2.13, one thread).
     grouped = q_BHTC.shape[1] != k_BKTC.shape[1]

@@ -139,7 +139,7 @@ def _cpu_gradient(
 
 def _cuda_attend(q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, causal: Mask) -> tuple[Tensor, Tensor]:
     assert isinstance(causal, bool)  # masked pieces have 16 bits, so they go to the variable-length kernel
-    k_BHSC, v_BHSC = _expand(k_BKSC, q_BHTC), _expand(v_BKSC, q_BHTC)
+    k_BHSC, v_BHSC = expand_heads(k_BKSC, q_BHTC), expand_heads(v_BKSC, q_BHTC)
     o_BHTC, lse_BHT, *_ = flash_attention_cuda(q_BHTC, k_BHSC, v_BHSC, 0.0, causal)
     return o_BHTC, lse_BHT
 
@@ -148,7 +148,7 @@ def _cuda_gradient(
     do_BHTC: Tensor, q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, o_BHTC: Tensor, lse_BHT: Tensor, causal: Mask
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert isinstance(causal, bool)
-    k_BHSC, v_BHSC = _expand(k_BKSC, q_BHTC), _expand(v_BKSC, q_BHTC)
+    k_BHSC, v_BHSC = expand_heads(k_BKSC, q_BHTC), expand_heads(v_BKSC, q_BHTC)
     # The random state, which the op reads only with dropout but requires as an argument.
     unused = torch.empty((2,), dtype=torch.uint64, device=q_BHTC.device)
     dq_BHTC, dk_BHSC, dv_BHSC = flash_attention_cuda_backward(
@@ -171,14 +171,14 @@ def _cuda_gradient(
     return dq_BHTC, _fold(dk_BHSC, k_BKSC), _fold(dv_BHSC, v_BKSC)
 
 
-def _expand(x_BKSC: Tensor, q_BHTC: Tensor) -> Tensor:
-    """Repeat each kv head for the G query heads that read it; not every device is known to support grouped heads."""
+def expand_heads(x_BKSC: Tensor, q_BHTC: Tensor) -> Tensor:
+    """Repeat each kv head for the G query heads that read it, for kernels that may not support grouped heads."""
     group = q_BHTC.shape[1] // x_BKSC.shape[1]
     return x_BKSC if group == 1 else x_BKSC.repeat_interleave(group, dim=1)
 
 
 def _fold(dx_BHSC: Tensor, x_BKSC: Tensor) -> Tensor:
-    """Return the gradient of `_expand`: summed over each group (16-bit sums are accumulated in fp32 by torch)."""
+    """Return the gradient of `expand_heads`: summed over each group (16-bit sums are accumulated in fp32 by torch)."""
     kv_heads = x_BKSC.shape[1]
     return dx_BHSC if dx_BHSC.shape[1] == kv_heads else dx_BHSC.unflatten(1, (kv_heads, -1)).sum(2)
 

@@ -129,14 +129,27 @@ def first_keys(lengths: tuple[int, ...], window: int = 0, chunked: bool = False)
     return first_N.astype(np.int32)
 
 
+_WIDEST = 256
+"""The most elements of a head in the flash attention of GPUs."""
+_ALIGNMENT_BYTES = 16
+"""A head takes a multiple of these bytes in PyTorch's memory-efficient attention, in fp32 and in 16 bits."""
+
+
 def refuses_flash(element_bytes: float, width: int) -> str | None:
     """Return why the flash attention of GPUs that returns a log-sum-exp refuses heads of `width` elements of
     `element_bytes` each, or None."""
     if element_bytes != 2:
         return "flash attention of GPUs is in 16 bits"
-    if width % 8 or width > 256:
-        return f"flash attention of GPUs needs heads of at most 256 elements, a multiple of 8, and they have {width}"
+    if width % 8 or width > _WIDEST:
+        return f"flash attention of GPUs needs heads of at most {_WIDEST} elements, a multiple of 8, not of {width}"
     return None
+
+
+def needs_equal_heads(*, gpu: bool, element_bytes: float, width: int) -> bool:
+    """Return whether keys and values are repeated for the queries of a group in a layer without a rule whose tokens are
+    on one device: outside of the flash attention of GPUs, `scaled_dot_product_attention` has no kernel for grouped
+    heads except one with all scores in memory."""
+    return gpu and (element_bytes != 2 or width > _WIDEST)
 
 
 def scores_in_rows(
@@ -160,7 +173,12 @@ def scores_in_rows(
         return None
     if windows or sinks or cp > 1:
         return refuses_flash(element_bytes, width)
-    return "no fused attention of GPUs is in 64 bits" if element_bytes == 8 else None
+    if element_bytes == 8:
+        return "no fused attention of GPUs is in 64 bits"
+    multiple = int(_ALIGNMENT_BYTES // element_bytes)
+    if needs_equal_heads(gpu=gpu, element_bytes=element_bytes, width=width) and width % multiple:
+        return f"memory-efficient attention needs heads of a multiple of {multiple} elements, and they have {width}"
+    return None
 
 
 def _refuses_fused_caps(*, gpu: bool, element_bytes: float, width: int, sinks: bool, cp: int) -> str | None:
@@ -169,8 +187,8 @@ def _refuses_fused_caps(*, gpu: bool, element_bytes: float, width: int, sinks: b
         return "FlexAttention has no gradients on CPUs"
     if element_bytes != 2:
         return "the matmuls of FlexAttention are in 16 bits"
-    if width % 8 or not 16 <= width <= 256:
-        return f"FlexAttention needs heads of 16 to 256 elements, a multiple of 8, and they have {width}"
+    if width % 8 or not 16 <= width <= _WIDEST:
+        return f"FlexAttention needs heads of 16 to {_WIDEST} elements, a multiple of 8, and they have {width}"
     if sinks:
         return "FlexAttention has no sinks"
     return "keys of other ranks of cp are merged step by step" if cp > 1 else None

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend
 from shardwright.config import RunConfig
 from shardwright.cost.hardware import Accelerator, packaged_accelerators
 from shardwright.cost.pools import MAPPED_BYTES
-from shardwright.model.pieces import scores_in_rows
+from shardwright.model.pieces import needs_equal_heads, refuses_flash, scores_in_rows
 from shardwright.system.torch_private import fused_attention_choice
 
 _ATTENTION = {
@@ -73,20 +73,28 @@ def accelerator_of_name(name: str) -> Accelerator | None:
 
 
 def attention_kernels(config: RunConfig, device: torch.device) -> str | None:
-    """Describe the kernels of a run's attention: why scores are in memory, or with a soft cap FlexAttention, otherwise
-    the kernels that PyTorch selects. None if there is no choice: on a CPU, and without scores in memory over ranks of
-    cp and within documents."""
-    layout, spec = config.layout.layout(), config.spec()
+    """Describe the kernels of a run's attention, of layers with and without a window by themselves if they differ. None
+    on a CPU, where there is no choice."""
     if device.type != "cuda":
         return None
-    dtype = DTYPES[config.precision.compute]
+    spec = config.spec()
+    windows = {spec.layer_window(layer) > 0 for layer in range(spec.n_layers) if not spec.is_linear(layer)}
+    of = {windowed: _attention_kernel(config, device, windowed=windowed) for windowed in sorted(windows)}
+    if len(set(of.values())) < 2:
+        return next(iter(of.values()), None)
+    return f"{of[False]}; in layers with a window {of[True]}"
+
+
+def _attention_kernel(config: RunConfig, device: torch.device, *, windowed: bool) -> str:
+    """Return the kernel of layers with or without a window, or why their scores are in memory."""
+    layout, spec, dtype = config.layout.layout(), config.spec(), DTYPES[config.precision.compute]
     refused = scores_in_rows(
         gpu=True,
         element_bytes=dtype.itemsize,
         width=spec.qk_dim,
         softcap=spec.attention_softcap > 0,
         sinks=spec.attention_sinks,
-        windows=spec.window > 0,
+        windows=windowed,
         cp=layout.cp_ring,
     )
     if refused:
@@ -94,18 +102,23 @@ def attention_kernels(config: RunConfig, device: torch.device) -> str | None:
         return f"some rows at a time, with scores in {wide}: {refused}"
     if spec.attention_softcap:
         return "FlexAttention"
-    if layout.cp > 1 or config.data.attention == "document":
-        return None
+    in_pieces = windowed or spec.attention_sinks or layout.cp_ring > 1
+    of_documents = config.data.attention == "document" and refuses_flash(dtype.itemsize, spec.qk_dim) is None
+    return _ATTENTION[SDPBackend.FLASH_ATTENTION] if in_pieces or of_documents else _selected(config, device, dtype)
+
+
+def _selected(config: RunConfig, device: torch.device, dtype: torch.dtype) -> str:
+    """Return the kernel that PyTorch selects for plain causal attention."""
+    layout, spec = config.layout.layout(), config.spec()
+    equal = needs_equal_heads(gpu=True, element_bytes=dtype.itemsize, width=spec.qk_dim)
+    shards = layout.tp * layout.cp_ulysses
+    n_heads, n_kv_heads = (max(1, n // shards) for n in (spec.n_heads, spec.n_heads if equal else spec.n_kv_heads))
     q, k, v = (
-        torch.empty(1, max(1, heads // layout.tp), 128, width, device=device, dtype=dtype, requires_grad=True)
-        for heads, width in (
-            (spec.n_heads, spec.qk_dim),
-            (spec.n_kv_heads, spec.qk_dim),
-            (spec.n_kv_heads, spec.head_dim),
-        )
+        torch.empty(1, n, 128, spec.qk_dim, device=device, dtype=dtype, requires_grad=True)
+        for n in (n_heads, n_kv_heads, n_kv_heads)
     )
-    grouped = q.shape[1] != k.shape[1]
-    return _ATTENTION.get(SDPBackend(fused_attention_choice(q, k, v, None, 0.0, True, enable_gqa=grouped)))
+    choice = fused_attention_choice(q, k, v, None, 0.0, True, enable_gqa=n_heads != n_kv_heads)
+    return _ATTENTION[SDPBackend(choice)]
 
 
 def peak_memory_bytes(device: torch.device) -> int:
