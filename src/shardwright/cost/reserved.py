@@ -20,7 +20,7 @@ from shardwright.cost.memo import (
     numbered,
     others,
 )
-from shardwright.cost.states import messages, shares_gradients
+from shardwright.cost.states import embedding_gradient, messages, shares_gradients, tied_gradient
 
 FIRST = np.zeros(1, dtype=np.int64)
 """The first rank of pp."""
@@ -109,6 +109,7 @@ class PairedBytes:
             mine = np.flatnonzero(number == m)
             counts = pipeline.merged_moments(job, states_of, int(self.microbatches[m])).counts_of(ranks)
             (own, of_own), (theirs, of_theirs) = numbered(states[mine]), numbered(passes[mine])
+            of_step = self._of_step(states_of.take(states[mine]), passes_of.take(passes[mine]), counts)
             lasts, passing = (
                 np.ascontiguousarray(np.moveaxis(stage_bytes.sizes_of(each, counts), 2, 0))
                 for each in (sharded[lasting[own]], parts[rows[theirs]])
@@ -119,23 +120,44 @@ class PairedBytes:
                 state, one = states[mine[some]], passes[mine[some]]
                 moving = lasts.take(of_own[some], axis=1)
                 moving += passing.take(of_theirs[some], axis=1)
+                if of_step is not None:
+                    moving += of_step[:, some]
                 whole = np.maximum(always[state] + moving.max(0), update[state]) + beside[one]
                 if apart is not None:
                     whole += apart.in_passing(state, one)
                 found[mine[some]] = whole.max(1)
         return found
 
+    def _of_step(self, states_of: Candidates, passes_of: Candidates, counts_Rkc: Floats) -> Floats | None:
+        """Return the gradients of embedding and tied head that `_of_microbatches` leaves out, (k, n, ranks), of n
+        layouts, each of degrees in `states_of` and a micro-batch in `passes_of`; None if there are none."""
+        job, stages = self.job, self.stages
+        counts = counts_Rkc[:, :, -len(pipeline.ACTIONS) :]
+        if job.stack.keeps_gradients or not counts[:, :, pipeline.EMBEDDING].any():
+            return None
+        candidates = replace(states_of, micro_batch=passes_of.micro_batch, recompute=passes_of.recompute)
+        held = memory.StepMemory(job, candidates).held
+        of_embedding = embedding_gradient(job, candidates, stages, held)
+        of_head = tied_gradient(job, candidates, stages, held)
+        backward = counts[:, :, pipeline.BACKWARD] + counts[:, :, pipeline.BACKWARD_LAST]
+        sums = (
+            np.multiply.outer(each.T, n_bytes)
+            for each, n_bytes in ((counts[:, :, pipeline.EMBEDDING], of_embedding), (backward, of_head))
+        )
+        return np.moveaxis(sum(sums, np.zeros(1)), 2, 1)
+
     def _of_microbatches(self, candidates: Candidates, ranks: Ints) -> tuple[Floats, Ints]:
         """Return a table of the parts of a micro-batch on some ranks of pp, (u, ranks, c), and each candidate's row."""
         job, stages, no_loss = self.job, self.stages.merged.of_ranks(ranks), self._without_loss(ranks)
         shared = others(candidates, NOT_OF_A_MICROBATCH | ({"loss_chunk_tokens"} if no_loss else set()))
-        splits = candidates.kind.splits_backward and not no_loss
+        splits = candidates.kind.splits_backward
         table = self.memo.table(OF_A_MICROBATCH, "parts of a microbatch", stages.key, splits, shared)
         # The ZeRO stage matters only for whether gradients are accumulated in shards.
         alike = replace(candidates, zero=np.where(shares_gradients(job, candidates), 2, 0))
 
         def compute(new: Candidates) -> dict[str, Floats]:
-            of_microbatch = memory.StepMemory(job, new, stages, self.memo).of_microbatch
+            held = memory.StepMemory(job, new, stages).held
+            of_microbatch = stage_bytes.microbatch_bytes(job, new, stages, held, self.memo, of_any_step=True)
             return {"parts": stage_bytes.parts_of_microbatch(of_microbatch, stages)}
 
         rows = table.rows(alike, compute)

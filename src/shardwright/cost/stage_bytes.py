@@ -57,9 +57,16 @@ class StageBytes(ShardedBytes, MicrobatchBytes):
 
 
 def microbatch_bytes(
-    job: Job, candidates: Candidates, stages: Stages, held: Parameters, memo: Memo | None = None
+    job: Job,
+    candidates: Candidates,
+    stages: Stages,
+    held: Parameters,
+    memo: Memo | None = None,
+    of_any_step: bool = False,
 ) -> MicrobatchBytes:
-    """Return the bytes of a micro-batch in some stages; `held`: their parameters, `memo`: cached results of layers."""
+    """Return the bytes of a micro-batch in some stages; `held`: their parameters, `memo`: cached results of layers.
+    `of_any_step`: without the gradients of tied matrices that depend on the data axes and the number of micro-batches
+    (`states.tied_gradient`, `states.embedding_gradient`)."""
     zeros = np.zeros((len(candidates), len(stages.layers)))
     kept, experts, waiting, working, largest = (zeros.copy() for _ in range(5))
     layers: list[tuple[Layers, LayerActivations]] = []
@@ -94,11 +101,12 @@ def microbatch_bytes(
         np.min([layer.kept for _, layer in layers], axis=0),
         np.max([layer.working for _, layer in layers], axis=0),
     )
-    gradients = states.moving_gradients(job, candidates, stages, held, *of_a_block)
+    gradients = states.moving_gradients(job, candidates, stages, held, *of_a_block, of_any_step=of_any_step)
     if ledger.recording():
         _note_stages(stages, kept, around, layers)
     embedding = zeros.copy()
-    embedding[:, 0] = states.embedding_gradient(job, candidates, stages, held)
+    if not of_any_step:
+        embedding[:, 0] = states.embedding_gradient(job, candidates, stages, held)
     last_norm = zeros.copy()
     if not candidates.kind.splits_backward:  # else W reads it
         last_norm[:, -1] = around.last
@@ -111,7 +119,8 @@ def _layer(job: Job, alike: Layers, memo: Memo | None) -> LayerActivations:
     """Return the activations of layers of a kind, from the memo if it has them."""
     if memo is None:
         return activations.layer(job, alike.candidates, alike.block, alike.name)
-    table = memo.table(OF_A_PASS, "activations", alike.name, others(alike.candidates, NOT_OF_A_LAYER))
+    splits = alike.candidates.kind.splits_backward
+    table = memo.table(OF_A_PASS, "activations", alike.name, splits, others(alike.candidates, NOT_OF_A_LAYER))
     rows = table.rows(alike.candidates, lambda new: vars(activations.layer(job, new, alike.block, alike.name)))
     return LayerActivations(**{name: values[rows] for name, values in table.values.items()})
 

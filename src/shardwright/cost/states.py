@@ -282,10 +282,17 @@ def _share(f: Formulas, candidates: Candidates, shared: NDArray[np.bool_]) -> No
 
 
 def moving_gradients(
-    job: Job, candidates: Candidates, stages: Stages, held: Parameters, kept: Floats, working: Floats
+    job: Job,
+    candidates: Candidates,
+    stages: Stages,
+    held: Parameters,
+    kept: Floats,
+    working: Floats,
+    of_any_step: bool = False,
 ) -> Floats:
     """Return the bytes of gradients that are not yet accumulated in their buffer, during the backward pass of a block,
     (n, S). `kept`, `working`, (n,): of a block, the activations that it frees, and its temporary buffers.
+    `of_any_step`: the least of all data axes and numbers of micro-batches, without `tied_gradient`.
 
     If gradients are sharded, this is the maximum over three moments, in addition to the activations of all blocks and
     these buffers: (1) the first block runs; (2) the second block runs, the first has freed its activations, and its
@@ -320,15 +327,29 @@ def moving_gradients(
     alone = (candidates.world == 1) & ~uses_fsdp(job, candidates) & ~keeps_gradients(job, candidates)
     on_device = candidates.shared.offload_activations == "none"
     alone &= on_device
+    tied_head = held.head * (_is_tied(job, stages) and on_device)
+    if of_any_step:
+        least = matrix + tied_head * min(0.0, weight_gradient_bytes(job) - stack.gradient_bytes)
+        return np.where(shared, found, least[:, None])
     f.add(
-        gradient_bytes=stack.gradient_bytes, tied_head=held.head * (_is_tied(job, stages) and on_device),
-        alone=alone + 0,
+        gradient_bytes=stack.gradient_bytes, tied_head=tied_head, alone=alone + 0,
         first_pass=(candidates.microbatches(job.global_batch) == 1) * (1 - keeps_gradients(job, candidates)),
     )  # fmt: skip
     not_yet = f.first_pass * f.gradient_bytes * (f.alone * f.largest_layer + f.tied_head)
     of_head = f.weight_gradient_bytes * f.tied_head
     own = f("gradients beside those of other layers", f.gradient_of_a_matmul + of_head - not_yet)
     return np.where(shared, found, own[:, None])
+
+
+def tied_gradient(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> Floats:
+    """Return the bytes by which `moving_gradients` of candidates exceeds the least of any step, (n,). They are of more
+    than one rank."""
+    stack, n_bytes = job.stack, weight_gradient_bytes(job)
+    if stack.keeps_gradients or not _is_tied(job, stages) or candidates.shared.offload_activations != "none":
+        return np.zeros(len(candidates))
+    absent = (candidates.microbatches(job.global_batch) == 1) & ~keeps_gradients(job, candidates)
+    above_least = n_bytes - absent * stack.gradient_bytes - min(0.0, n_bytes - stack.gradient_bytes)
+    return np.where(shares_gradients(job, candidates), 0.0, held.trained.head * above_least)
 
 
 def embedding_gradient(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> Floats:
