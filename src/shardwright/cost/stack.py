@@ -53,6 +53,9 @@ class Stack:
     (cost/activations.py). `logit_kept_bytes`, `logit_peak_bytes`: for each logit, kept from the loss to its backward
     pass, and the maximum in between; `logit_cut_bytes`: added to that maximum if the vocabulary is sharded over tp.
     `shares_logits`: tp shards the vocabulary of the logits; else each of its ranks gathers all logits for the loss.
+    `tp_by_matrix`: each column-parallel matrix gathers its input over tp itself, and reduces the gradient of its input
+    itself; each rank of tp has the whole embedding, and without token shards the whole head (plans of PyTorch's
+    `ColwiseParallel` and `RowwiseParallel`).
     `offloaded_share`: of layers whose activations are on the host with `layout.offload_activations`.
     `logits_together`: the loss overwrites logits with their gradient. Instead of that maximum it has a copy in fp32 of
     this number of logits at a time, and no copy of logits in fp32; 0: it does not overwrite them. `compiles_loss`: then
@@ -110,6 +113,7 @@ class Stack:
     logit_peak_bytes: float = 6.0
     logit_cut_bytes: float = 0.0
     shares_logits: bool = True
+    tp_by_matrix: bool = False
     offloaded_share: float = 1.0
     logits_together: float = 0.0
     compiles_loss: bool = False

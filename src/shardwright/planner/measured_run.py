@@ -272,7 +272,7 @@ def _with_memory(row: MeasuredRun, stack: Stack) -> Stack:
     stack = replace(stack, accumulates_whole=whole)
     if row.offload.startswith("activations"):
         stack = replace(stack, offloaded_share=min(1.0, int(row.offload.partition(":")[2]) / row.layers))
-    return replace(stack, shares_logits=not row.whole_logits)
+    return replace(stack, shares_logits=not row.whole_logits, tp_by_matrix=row.whole_logits)
 
 
 def _attention(row: MeasuredRun, die: str) -> str:
