@@ -112,7 +112,8 @@ class _OverTp:
         gathered = n_bytes * self.narrowed if narrow else n_bytes
         for number in range(calls):
             read = what + (f" for matrix {number + 1}" if number else "")
-            self.add(MESSAGES_OF_F, gathered, read, all_gather, None)
+            if not (number and self.job.stack.merges_gathers):
+                self.add(MESSAGES_OF_F, gathered, read, all_gather, None)
             self.add(OF_INPUTS, n_bytes, f"gradient of the {read}", reduce_scatter, all_reduce)
         if again and not self.job.stack.keeps_gathered:
             self.add(AGAIN, gathered, f"{what}, again", all_gather, None)
@@ -199,6 +200,10 @@ def over_tp(
                 f"{what}, {named(collective)}", collective, n_bytes, candidates.tp, 1, used.astype(int)
             )
             found[message.what] = passes.send(job, message, TENSOR, forward)
+            if collective is on_shards and job.stack.speed.copies_tokens and not job.stack.speed.hides_tp:
+                f = Formulas("s", bytes_sent=n_bytes, sent=used * (candidates.tp > 1), rate=reached_bytes_per_s(job))
+                what_copied = f"copy for {message.what}"
+                found[what_copied] = f(what_copied, 2 * f.bytes_sent * f.sent / f.rate, "tokens are not the first dim")
     return found
 
 

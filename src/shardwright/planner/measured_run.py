@@ -56,6 +56,8 @@ COMPILED_LOSS_SINCE = "2025"
 """First date from which the loss is compiled with the model, in trainers with torch.compile (torchtitan)."""
 FLASH_2_SINCE = "2023-07"
 """First date of FlashAttention-2 (arXiv 2307.08691)."""
+EARLY_STOP_SINCE = "2023-10"
+"""First date from which `torch.utils.checkpoint` stops at the last tensor that the backward pass reads (PyTorch 2.1)."""
 CUDNN_SINCE = "2026"
 """First date from which PyTorch's own attention on Hopper is cuDNN's."""
 GRAPHS_SINCE = "2025-05"
@@ -248,6 +250,8 @@ def stack_of(row: MeasuredRun, die: str) -> Stack:
         speed = replace(speed, hides_tp=row.overlap_tp, hides_tp_backward=row.overlap_tp and speed.hides_tp_backward)
     if row.overlap_dp is not None:
         speed = replace(speed, hides_dp=row.overlap_dp, hides_sums=row.overlap_dp)
+    if row.date < EARLY_STOP_SINCE:
+        stack = replace(stack, stops_early=False)
     if _parts(row):
         stack = replace(stack, selective="parts", recomputed_parts=_parts(row))
     if _copies_by_node(row):
