@@ -104,7 +104,14 @@ class _OverTp:
         """Add a collective for token shards, and one without them."""
         whole = whole if self.has_whole else None
         forward = TENSOR if when == MESSAGES_OF_F else ""
-        self.terms[when] |= over_tp(self.passes, self.job, self.candidates, n_bytes, what, on_shards, whole, forward)
+        found = over_tp(self.passes, self.job, self.candidates, n_bytes, what, on_shards, whole, forward)
+        speed = self.job.stack.speed
+        if on_shards is not None and speed.copies_tokens and not (speed.hides_tp and when != OF_INPUTS):
+            cut = self.candidates.token_shards > 1
+            f = Formulas("s", bytes_sent=n_bytes, sent=cut.astype(int), element_rate=reached_bytes_per_s(self.job))
+            name = f"copy for {what}, {named(on_shards)}"
+            found[name] = f(name, 2 * f.bytes_sent * f.sent / f.element_rate, "tokens are not the first dim")
+        self.terms[when] |= found
 
     def input(self, n_bytes: Floats, what: str, again: bool = True, narrow: bool = True, calls: int = 1) -> None:
         """Add the input of column-parallel matmuls. `again`: it is not kept as gathered. `narrow`: it is gathered in
@@ -153,7 +160,7 @@ class _OverTp:
         beside_i = (OF_RESULTS,) * pieces + (AGAIN,) + (OF_INPUTS,) * (pieces and in_two)
         found: dict[tuple[str, ...], str] = {(MESSAGES_OF_F,): "F"} if pieces else {}
         found[beside_i] = "I"
-        if (pieces or speed.hides_tp_backward) and not in_two:
+        if ((pieces and not speed.copies_tokens) or speed.hides_tp_backward) and not in_two:
             found[OF_INPUTS,] = "W"
         return found
 
@@ -200,10 +207,6 @@ def over_tp(
                 f"{what}, {named(collective)}", collective, n_bytes, candidates.tp, 1, used.astype(int)
             )
             found[message.what] = passes.send(job, message, TENSOR, forward)
-            if collective is on_shards and job.stack.speed.copies_tokens and not job.stack.speed.hides_tp:
-                f = Formulas("s", bytes_sent=n_bytes, sent=used * (candidates.tp > 1), rate=reached_bytes_per_s(job))
-                what_copied = f"copy for {message.what}"
-                found[what_copied] = f(what_copied, 2 * f.bytes_sent * f.sent / f.rate, "tokens are not the first dim")
     return found
 
 
