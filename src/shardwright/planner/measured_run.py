@@ -321,6 +321,8 @@ def _copies_by_node(row: MeasuredRun) -> bool:
 def _cluster(row: MeasuredRun) -> Cluster:
     """Return a cluster whose ranks are divided evenly over as few NVLink domains as have room for the run."""
     found = cluster(f"{row.accelerator}:{row.accelerators}/{evenly(row.accelerators, row.per_domain)}")
+    # A run on a part of a domain has the links of the domain.
+    found = replace(found, inside=cluster(f"{row.accelerator}:{row.per_domain}/{row.per_domain}").inside)
     if row.network_gbs is not None:
         found = found.with_network(row.network_gbs * 1e9 * found.node_size)
     return found if row.network is None else found.on(row.network)
