@@ -93,7 +93,7 @@ def test_a_head_with_a_plan_of_its_own_is_whole_without_token_shards():
 
 def test_collectives_on_token_shards_copy_the_tensor_where_tokens_are_not_the_first_dim():
     """Two gathers and two scatters forward, each with a copy; in pieces only the gradients of inputs are copied."""
-    stack = STACKS["fsdp"]
+    stack = STACKS["fsdp-compiled"]
     uncopied, in_pieces = (
         replace(stack, speed=replace(stack.speed, **given)) for given in ({"copies_tokens": False}, {"hides_tp": True})
     )

@@ -106,7 +106,8 @@ class _OverTp:
         forward = TENSOR if when == MESSAGES_OF_F else ""
         found = over_tp(self.passes, self.job, self.candidates, n_bytes, what, on_shards, whole, forward)
         speed = self.job.stack.speed
-        if on_shards is not None and speed.copies_tokens and not (speed.hides_tp and when != OF_INPUTS):
+        copies = speed.copies_tokens or self.job.stack.tp_by_matrix
+        if on_shards is not None and copies and not (speed.hides_tp and when != OF_INPUTS):
             cut = self.candidates.token_shards > 1
             f = Formulas("s", bytes_sent=n_bytes, sent=cut.astype(int), element_rate=reached_bytes_per_s(self.job))
             name = f"copy for {what}, {named(on_shards)}"

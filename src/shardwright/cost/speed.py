@@ -193,14 +193,12 @@ FSDP = Speed(
     loss_bytes=36.0,
     reduce_bytes=4.0,
     merge_bytes=38.0,
-    copies_tokens=True,
 ).calibrated(CALIBRATED)
 NANOTRON = replace(
     FSDP,
     kind="nanotron",
     rmsnorm_bytes=4.0,
     rope_bytes=4.0,
-    copies_tokens=False,
     flash_gain=FLASH_2,
     hides_dp=False,
     hides_sums=True,
