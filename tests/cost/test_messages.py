@@ -10,10 +10,10 @@ from shardwright.cost.blocks import blocks
 from shardwright.cost.calibration import CALIBRATED
 from shardwright.cost.data_parallel import OverlappedPasses, data_parallel, rank_parameters
 from shardwright.cost.hardware import Cluster
-from shardwright.cost.job import Job
+from shardwright.cost.job import FULL, Job
 from shardwright.cost.layer import head, layer
 from shardwright.cost.messages import _reached
-from shardwright.cost.passes import Passes
+from shardwright.cost.passes import Passes, reached_bytes_per_s
 from shardwright.cost.stack import STACKS, Stack
 from shardwright.model.presets import PRESETS
 from shardwright.split.documents import plan
@@ -53,6 +53,61 @@ def test_a_layer_gathers_and_scatters_twice_forward_and_three_times_each_way_bac
     forward, backward = over_tp(of_layer(on_plain_links(), tp=2))
     assert forward == pytest.approx(4 * ONE_S)
     assert backward == pytest.approx(2 * ONE_S + 0.2 * 2 * ONE_S + 0.2 * 2 * ONE_S)
+
+
+BY_MATRIX = replace(STACKS["fsdp"], tp_by_matrix=True, shares_logits=False)
+"""Eager PyTorch with a plan of tensor parallelism for each matrix."""
+
+
+def sent(passes: Passes) -> dict[str, int]:
+    """The calls of each kind of collective of one layer and micro-batch."""
+    found = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0)
+    for message in passes.messages:
+        found[message.collective.__name__] += int(np.max(message.calls))
+    return found
+
+
+def test_matrices_with_plans_of_their_own_send_the_messages_of_a_published_profile():
+    """KempnerForge's profile of 13B on tp 4, eager, with full recomputation, has 6,420 reduce-scatters of 800 layers
+    and 20 heads, and 9,679 all-gathers: 8 and 12 of a layer (benchmarks/profiling/13b_24gpu_profiling.md). A compiled
+    graph gathers a tensor once for all matrices that read it. Without token shards only sums are sent."""
+    on_shards = {"tp": 4, "sequence_parallel": True, "recompute": FULL}
+    assert sent(of_layer(job(stack=BY_MATRIX), **on_shards)) == {
+        "all_gather": 12, "reduce_scatter": 8, "all_reduce": 0
+    }  # fmt: skip
+    compiled = replace(STACKS["fsdp-compiled"], tp_by_matrix=True)
+    assert sent(of_layer(job(stack=compiled), **on_shards)) == {
+        "all_gather": 6, "reduce_scatter": 8, "all_reduce": 0
+    }  # fmt: skip
+    whole = on_shards | {"sequence_parallel": False}
+    assert sent(of_layer(job(stack=BY_MATRIX), **whole)) == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 8}
+    assert sent(of_layer(job(stack=STACKS["fsdp"]), **whole)) == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 5}
+
+
+def test_a_head_with_a_plan_of_its_own_is_whole_without_token_shards():
+    split, whole = (head(job(stack=BY_MATRIX), candidates(tp=4, sequence_parallel=each)) for each in (True, False))
+    assert float(whole.forward["matmuls"][0]) == pytest.approx(4 * float(split.forward["matmuls"][0]), rel=0.02)
+    assert sent(whole) == dict.fromkeys(sent(whole), 0)
+    assert sent(split) == {"all_gather": 2, "reduce_scatter": 1, "all_reduce": 0}
+
+
+def test_collectives_on_token_shards_copy_the_tensor_where_tokens_are_not_the_first_dim():
+    """Two gathers and two scatters forward, each with a copy; in pieces only the gradients of inputs are copied."""
+    stack = STACKS["fsdp-compiled"]
+    uncopied, in_pieces = (
+        replace(stack, speed=replace(stack.speed, **given)) for given in ({"copies_tokens": False}, {"hides_tp": True})
+    )
+    the_job = on_plain_links(stack)
+    once = 2 * WHOLE / float(reached_bytes_per_s(the_job))
+    copied, plain = (np.array(over_tp(of_layer(on_plain_links(each), tp=2))) for each in (stack, uncopied))
+    assert copied[0] - plain[0] == pytest.approx(4 * once)
+    assert over_tp(of_layer(the_job, tp=2, sequence_parallel=False)) == over_tp(
+        of_layer(on_plain_links(uncopied), tp=2, sequence_parallel=False)
+    )
+    fused = replace(in_pieces, speed=replace(in_pieces.speed, copies_tokens=False))
+    backward = [over_tp(of_layer(on_plain_links(each), tp=2))[1] for each in (in_pieces, fused)]
+    # The sums of gradients are neither cut into pieces nor beside the weight gradients: 0.8 of them is added, too.
+    assert backward[0] - backward[1] == pytest.approx(2 * once + 0.8 * 2 * ONE_S)
 
 
 def test_a_split_backward_pass_has_no_weight_gradients_beside_its_messages():

@@ -308,6 +308,39 @@ def test_whole_logits_and_chunks_of_the_loss_have_their_bytes(tmp_path: Path):
     assert peak_gib(tmp_path, long, loss_chunk_tokens="4096") < 0.9 * peak_gib(tmp_path, long)
 
 
+def test_with_a_plan_for_each_matrix_ranks_of_tp_have_the_whole_embedding_and_without_sp_the_head(tmp_path: Path):
+    of_rank = NARROW | {"tp": "8", "dp_shard": "1", "zero": "0", "sp": "1", "micro_batch": "1"}
+    of_rank |= {"vocab": "128000", "tied": "0"}
+    split = peak_gib(tmp_path, of_rank, whole_logits="1", tp_by_matrix="0")
+    embedding = 7 / 8 * 128000 * int(NARROW["d_model"]) / GiB
+    by_matrix = peak_gib(tmp_path, of_rank, whole_logits="1")
+    # 2 bytes of the weight and 4 of gradient, master weight and each moment; the optimizer has 4 more while it runs.
+    assert by_matrix - split == pytest.approx(22 * embedding, rel=0.01)
+    both = peak_gib(tmp_path, of_rank, whole_logits="1", sp="0") - peak_gib(
+        tmp_path, of_rank, whole_logits="1", sp="0", tp_by_matrix="0"
+    )
+    assert both == pytest.approx(2 * 22 * embedding, rel=0.01)
+
+
+def test_recomputation_stops_at_the_last_tensor_that_is_read_since_pytorch_2_1(tmp_path: Path):
+    row = NARROW | {"dropout": "0"}  # else its mask is read later
+    whole, early = (seconds_with(tmp_path, row, date=date) for date in ("2023-09", "2023-10"))
+    assert 0.93 < early / whole < 0.99
+    none = [seconds_with(tmp_path, row, date=date, recompute="none") for date in ("2023-09", "2023-10")]
+    assert none[0] == none[1]
+
+
+def test_two_of_four_accelerators_without_a_switch_have_a_third_of_the_links(tmp_path: Path):
+    pair = NARROW | {"tp": "2", "sp": "1", "dp_shard": "1", "zero": "0", "accelerators": "2"}
+    four, eight = (read_runs(write(tmp_path / "runs.csv", pair | {"per_domain": n}))[0] for n in "48")
+    assert isinstance(four, PredictableRun)
+    assert isinstance(eight, PredictableRun)
+    assert four.job.cluster.inside.peer_bytes_per_s == pytest.approx(eight.job.cluster.inside.bytes_per_s / 3)
+    assert four.job.cluster.inside.switch_bytes_per_s == 0 < eight.job.cluster.inside.switch_bytes_per_s
+    assert four.job.cluster.node_size == eight.job.cluster.node_size == 2
+    assert step_time(four.job, four.candidates).total_s > step_time(eight.job, eight.candidates).total_s
+
+
 def test_nanotron_deals_layers_by_their_weights(tmp_path: Path):
     # 16 layers of 4 x 2048 x 2048 + 3 x 8192 x 2048 = 67.1M weights and a head of 131072 x 2048, as much as four: 20 in
     # all. The eleventh layer exceeds ten, and is still in the first stage.

@@ -33,11 +33,13 @@ class FusedRows:
 @dataclass(frozen=True)
 class Region:
     """A tensor-parallel part of a layer, from column-parallel matmuls to the row-parallel matmul whose output is summed
-    over tp. `inputs`: features a token of each input that no earlier region has gathered. `every_head`: features of
-    each output of a replicated matmul that the heads of all ranks read."""
+    over tp. `inputs`: features a token of each input that no earlier region has gathered. `readers`: the number of
+    column-parallel matrices that read each of these inputs. `every_head`: features of each output of a replicated
+    matmul that the heads of all ranks read."""
 
     name: str
     inputs: tuple[int, ...]
+    readers: tuple[int, ...]
     every_head: tuple[int, ...]
 
 
@@ -142,17 +144,19 @@ class BlockShape:
     def regions(self) -> tuple[Region, ...]:
         """Return the tensor-parallel regions, in the order of the forward pass."""
         found: list[Region] = []
+        readers = Counter(row.input for row in self.base if row.split in ("column", "kv_column") and row.matmul)
         seen: set[str] = set()
-        inputs: list[int] = []
+        inputs: list[tuple[int, int]] = []
         every_head: list[int] = []
         for row in self.base:
             if row.every_head:
                 every_head.append(row.every_head)
             if row.split in ("column", "kv_column") and row.matmul and row.input not in seen:
                 seen.add(row.input)
-                inputs.append(row.shape[-1])
+                inputs.append((row.shape[-1], readers[row.input]))
             elif row.split == "row" and row.matmul:
-                found.append(Region(_path(row) or row.module, tuple(inputs), tuple(every_head)))
+                features, counts = (tuple(each[at] for each in inputs) for at in (0, 1))
+                found.append(Region(_path(row) or row.module, features, counts, tuple(every_head)))
                 inputs, every_head = [], []
         return tuple(found)
 

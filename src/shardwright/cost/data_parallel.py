@@ -414,7 +414,14 @@ def replica_messages(
 def rank_parameters(job: Job, candidates: Candidates, rank: int | None = None) -> RankParameters:
     """Return the parameters of each candidate on a rank of `pp`, by default the rank with the most."""
     cut = pipeline.stages(job, candidates)
-    held = parameters.tp_rank_parameters(job.model, cut, candidates.tp, candidates.ep, element_bytes=job.element_bytes)
+    held = parameters.tp_rank_parameters(
+        job.model,
+        cut,
+        candidates.tp,
+        candidates.ep,
+        element_bytes=job.element_bytes,
+        ends_tp=parameters.vocabulary_shards(job, candidates),
+    )
     replicas, kv_replicas = parameters.with_partial_gradients(job.model, cut, candidates)
     blocks = np.array([len(layers) for layers in cut.layers])
     expert_blocks = sum((n for block, n in cut.of_kind.items() if block.experts), np.zeros_like(blocks))

@@ -223,7 +223,7 @@ def cluster(text: str, extra: str | Path | None = None) -> Cluster:
         accelerator=_accelerator(kind, usual, node_size),
         size=size,
         node_size=node_size,
-        inside=_inside(usual.inside, _share(usual, node_size)),
+        inside=_inside(usual.inside, _share(usual, node_size), node_size),
         across=_across(table.network, known.networks[table.network], gbit_per_s),
         node_bytes_per_s=gbit_per_s * node_size * 1e9 / 8,
         host_memory_part=(table.host_memory_gib or 0) * GiB / table.node_size,
@@ -280,16 +280,19 @@ def _accelerator(name: str, table: AcceleratorTable, ranks: int | None = None) -
     )
 
 
-def _inside(table: InsideTable, share: float = 1.0) -> NetworkLink:
-    """Build the link inside a node. `share`: of the cores of the measured ranks; messages take CPU time."""
+def _inside(table: InsideTable, share: float = 1.0, node_size: int = 0) -> NetworkLink:
+    """Build the link inside a node of `node_size`. `share`: of the cores of the measured ranks; messages take CPU
+    time."""
+    wired = node_size > 1 and node_size == table.wired_node
+    peer_gb_per_s = table.bus_gb_per_s / (node_size - 1) if wired else table.peer_gb_per_s or 0
     return NetworkLink(
         name="inside",
         bytes_per_s=table.bus_gb_per_s * 1e9 * share,
         latency_s=table.latency_us * 1e-6 / share,
         half_bytes=table.half_mib * MiB,
         start_s=table.start_us * 1e-6 / share,
-        switch_bytes_per_s=(table.switch_gb_per_s or 0) * 1e9,
-        peer_bytes_per_s=(table.peer_gb_per_s or 0) * 1e9,
+        switch_bytes_per_s=(0 if wired else table.switch_gb_per_s or 0) * 1e9,
+        peer_bytes_per_s=peer_gb_per_s * 1e9,
         relative={kind: times for kind, times in (table.relative or {}).items()},
     )
 

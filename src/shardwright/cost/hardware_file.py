@@ -157,6 +157,9 @@ class InsideTable(HardwareTable):
     bus_gb_per_s: Positive = Field(description="bus bandwidth of a ring all-reduce of a large buffer, GB/s")
     switch_gb_per_s: Positive | None = Field(None, description="buffer GB/s of an all-reduce in the switches")
     peer_gb_per_s: Positive | None = Field(None, description="GB/s of a pair, where each pair has its own wire")
+    wired_node: Count | None = Field(
+        None, description="accelerators of a node in which each pair has an equal part of the links, without switches"
+    )
     start_us: NotNegative = Field(description="of any collective before its first message, microseconds")
     latency_us: Positive = Field(description="of one message, microseconds")
     half_mib: NotNegative = Field(description="MiB sent at which half the bandwidth is reached")

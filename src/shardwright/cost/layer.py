@@ -156,7 +156,7 @@ def _chunked_head(job: Job, candidates: Candidates) -> Passes:
 
 def embedding(job: Job, candidates: Candidates) -> Passes:
     """Return the passes of the embedding lookup. Over tp each rank has a shard of the rows, so the outputs are summed,
-    and with token shards the gradients are all-gathered."""
+    unless each rank has all rows (`Stack.tp_by_matrix`); with token shards the gradients are all-gathered."""
     passes = Passes("the embedding")
     with ledger.section("Embedding, one microbatch"):
         tokens, h = candidates.tokens(job.seq_len), job.model.d_model
@@ -166,7 +166,8 @@ def embedding(job: Job, candidates: Candidates) -> Passes:
             moved, source = 2 * moved, "rows read and written, and their product with embedding_scale"
         passes.add(ELEMENTWISE, *(f(f"{ELEMENTWISE}, {name}", moved, source) for name in "FI"))
         n_bytes = tokens * h * job.element_bytes
-        forward = over_tp(passes, job, candidates, n_bytes, "rows", reduce_scatter, all_reduce)
+        sums = (None, None) if job.stack.tp_by_matrix else (reduce_scatter, all_reduce)
+        forward = over_tp(passes, job, candidates, n_bytes, "rows", *sums)
         backward = over_tp(passes, job, candidates, n_bytes, "gradients of rows", all_gather, None)
         passes.add(TENSOR, ledger.total(f"{TENSOR}, F", forward), ledger.total(f"{TENSOR}, I", backward))
         passes.note()

@@ -14,7 +14,7 @@ from shardwright.cost.blocks import BlockShape, FusedRows
 from shardwright.cost.formats import FORMATS
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.ledger import Formulas
-from shardwright.cost.parameters import tp_shards
+from shardwright.cost.parameters import tp_shards, vocabulary_shards
 
 TILE_ROWS, TILE_COLUMNS = 256, 128
 """The tile of a matmul's output that one multiprocessor computes at a time, in elements; as in cuBLAS for large
@@ -150,6 +150,6 @@ def _outputs(job: Job, candidates: Candidates, group: FusedRows) -> Floats | flo
 
 def head_matmul(job: Job, candidates: Candidates, tokens: Floats) -> Matmul:
     """Return the matmul of a micro-batch's logits, for the rank's shard of the vocabulary; always 16 bits or more."""
-    n_out = job.model.vocab_size / candidates.tp
+    n_out = job.model.vocab_size / vocabulary_shards(job, candidates)[1]
     frozen = job.model.lora is not None
     return Matmul("logits", tokens, job.model.d_model, n_out, precision=job.wide_precision, frozen=frozen)

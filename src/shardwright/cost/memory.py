@@ -228,6 +228,7 @@ class StepMemory:
             candidates.ep,
             vocabulary_multiple=job.stack.vocabulary_multiple,
             element_bytes=job.element_bytes,
+            ends_tp=parameters.vocabulary_shards(job, candidates),
         )
 
     @cached_property

@@ -53,7 +53,9 @@ def tensor(passes: Passes, job: Job, candidates: Candidates, block: BlockShape, 
         regions.add(OF_RESULTS, result * regions.narrowed, f"gradient of the result of {region.name}", all_gather, None)
         for number, features in enumerate((*region.inputs, *region.every_head)):
             what = f"input of {region.name}" + (f" {number + 1}" if number else "")
-            regions.input(tokens * features * job.element_bytes, what, again=number < len(region.inputs))
+            of_region = number < len(region.inputs)
+            calls = region.readers[number] if of_region and job.stack.tp_by_matrix else 1
+            regions.input(tokens * features * job.element_bytes, what, again=of_region, calls=calls)
     squares = tokens * max(4.0, job.element_bytes)
     for name in block.sharded_norms:
         regions.add(MESSAGES_OF_F, squares, f"squares of {name}", all_reduce, all_reduce)
@@ -89,26 +91,38 @@ class _OverTp:
     all-gather of the input with the input gradients; the first collective of the backward pass is exposed. A stack that
     splits matmuls and collectives into pieces overlaps all but the first piece: gathers of results' gradients and of
     inputs overlap with the input gradients. If the backward pass is split, the weight gradients come later and hide
-    nothing.
+    nothing. `has_whole`: there are messages without token shards.
     """
 
-    def __init__(self, passes: Passes, job: Job, candidates: Candidates) -> None:
-        self.passes, self.job, self.candidates = passes, job, candidates
+    def __init__(self, passes: Passes, job: Job, candidates: Candidates, *, has_whole: bool = True) -> None:
+        self.passes, self.job, self.candidates, self.has_whole = passes, job, candidates, has_whole
         self.terms: dict[str, dict[str, Floats]] = {name: {} for name in (MESSAGES_OF_F, OF_RESULTS, OF_INPUTS, AGAIN)}
 
     def add(
         self, when: str, n_bytes: Floats, what: str, on_shards: CollectiveCost | None, whole: CollectiveCost | None
     ) -> None:
         """Add a collective for token shards, and one without them."""
+        whole = whole if self.has_whole else None
         forward = TENSOR if when == MESSAGES_OF_F else ""
-        self.terms[when] |= over_tp(self.passes, self.job, self.candidates, n_bytes, what, on_shards, whole, forward)
+        found = over_tp(self.passes, self.job, self.candidates, n_bytes, what, on_shards, whole, forward)
+        speed = self.job.stack.speed
+        copies = speed.copies_tokens or self.job.stack.tp_by_matrix
+        if on_shards is not None and copies and not (speed.hides_tp and when != OF_INPUTS):
+            cut = self.candidates.token_shards > 1
+            f = Formulas("s", bytes_sent=n_bytes, sent=cut.astype(int), element_rate=reached_bytes_per_s(self.job))
+            name = f"copy for {what}, {named(on_shards)}"
+            found[name] = f(name, 2 * f.bytes_sent * f.sent / f.element_rate, "tokens are not the first dim")
+        self.terms[when] |= found
 
-    def input(self, n_bytes: Floats, what: str, again: bool = True, narrow: bool = True) -> None:
+    def input(self, n_bytes: Floats, what: str, again: bool = True, narrow: bool = True, calls: int = 1) -> None:
         """Add the input of column-parallel matmuls. `again`: it is not kept as gathered. `narrow`: it is gathered in
-        the format of the matmuls."""
+        the format of the matmuls. `calls`: number of matmuls, if each gathers it itself."""
         gathered = n_bytes * self.narrowed if narrow else n_bytes
-        self.add(MESSAGES_OF_F, gathered, what, all_gather, None)
-        self.add(OF_INPUTS, n_bytes, f"gradient of the {what}", reduce_scatter, all_reduce)
+        for number in range(calls):
+            read = what + (f" for matrix {number + 1}" if number else "")
+            if not (number and self.job.stack.merges_gathers):
+                self.add(MESSAGES_OF_F, gathered, read, all_gather, None)
+            self.add(OF_INPUTS, n_bytes, f"gradient of the {read}", reduce_scatter, all_reduce)
         if again and not self.job.stack.keeps_gathered:
             self.add(AGAIN, gathered, f"{what}, again", all_gather, None)
 
@@ -147,7 +161,7 @@ class _OverTp:
         beside_i = (OF_RESULTS,) * pieces + (AGAIN,) + (OF_INPUTS,) * (pieces and in_two)
         found: dict[tuple[str, ...], str] = {(MESSAGES_OF_F,): "F"} if pieces else {}
         found[beside_i] = "I"
-        if (pieces or speed.hides_tp_backward) and not in_two:
+        if ((pieces and not speed.copies_tokens) or speed.hides_tp_backward) and not in_two:
             found[OF_INPUTS,] = "W"
         return found
 
@@ -156,7 +170,7 @@ def head_over_tp(passes: Passes, job: Job, candidates: Candidates, tokens: Float
     """Add the messages of logits and loss over tp: the input as of any column-parallel matmul, and for each token the
     maximum of the logits, then the sum of exponentials and the target's logit, in fp32 (Shoeybi et al., arXiv
     1909.08053, section 3)."""
-    over = _OverTp(passes, job, candidates)
+    over = _OverTp(passes, job, candidates, has_whole=not job.stack.tp_by_matrix)
     over.input(tokens * job.model.d_model * job.element_bytes, "input", narrow=False)
     if job.stack.shares_logits:
         over.terms[MESSAGES_OF_F] |= loss_sums(passes, job, candidates, tokens, np.ones(len(candidates)))

@@ -139,16 +139,18 @@ def tp_rank_parameters(
     tp_rank: int = 0,
     vocabulary_multiple: int = 0,
     element_bytes: int = 2,
+    ends_tp: tuple[Ints, Ints] | None = None,
 ) -> Parameters:
     """Return the parameters of rank `tp_rank` of each tp group, for n pairs of tp and ep. `element_bytes`: of a weight.
 
     Rank 0 has the most: vocabulary shards are rounded up, and the last ranks have the remainder
     (`split.tensor.vocabulary_rows`). `vocabulary_multiple`: for a stack that pads the vocabulary to a multiple of this
-    times tp (Megatron-LM: 128).
+    times tp (Megatron-LM: 128). `ends_tp`: as `vocabulary_shards` of the stack, else tp.
 
     Ignored: rows that no published number counts, such as the load of the experts.
     """
-    matrix_rows = vocabulary_rows(model, tp, tp_rank, vocabulary_multiple)
+    of_embedding, of_head = (vocabulary_rows(model, n, tp_rank, vocabulary_multiple) for n in ends_tp or (tp, tp))
+    matrix_rows = {"embedding": of_embedding, "head": of_head}
     whole = _parameters(model, stages, tp, ep, matrix_rows, trained=False)
     if model.lora is None:
         return whole
@@ -164,12 +166,12 @@ def _parameters(
     stages: Stages,
     tp: Ints,
     ep: Ints,
-    matrix_rows: Ints,
+    matrix_rows: dict[str, Ints],
     *,
     trained: bool,
     element_bytes: int = 0,
 ) -> Parameters:
-    """Return the parameters of a rank with `matrix_rows` of the vocabulary; with `trained` without frozen ones; with
+    """Return the parameters of a rank with `matrix_rows` of the vocabulary in embedding and head; with `trained` without frozen ones; with
     `element_bytes` as `Parameters.stored`."""
     ends = _ends(model, len(stages.layers), matrix_rows, trained=trained)
     dense, expert, hidden = ends.copy(), np.zeros_like(ends), np.zeros_like(ends)
@@ -194,7 +196,7 @@ def _parameters(
         matrix = np.maximum(matrix, np.maximum(block.network_numel // tp, block.expert_matmul_numel // ep))
         for row in block.adapters:
             matrix = np.maximum(matrix, elements(model, row, tp, ep))
-    head = matrix_rows * model.d_model * (not trained)
+    head = matrix_rows["head"] * model.d_model * (not trained)
     return Parameters(dense, expert, ends, hidden, layer_dense, layer_expert, matrix, head, of_block)
 
 
@@ -364,6 +366,13 @@ def vocabulary_rows(model: ModelSpec, tp: Ints, tp_rank: int = 0, multiple: int 
     return np.clip(model.vocab_size - tp_rank * shard_rows, 0, shard_rows)
 
 
+def vocabulary_shards(job: Job, candidates: Candidates) -> tuple[Ints, Ints]:
+    """Return the number of ranks of tp over which the embedding and the head are sharded, each (n,)."""
+    if not job.stack.tp_by_matrix:
+        return candidates.tp, candidates.tp
+    return np.ones_like(candidates.tp), candidates.token_shards
+
+
 def _note_block(model: ModelSpec, block: BlockShape, tp: Ints, ep: Ints, dense: Ints, experts: Ints) -> None:
     divided = {"kv_column": " / min(tp, kv_heads)"} | dict.fromkeys(SPLIT_DIM.keys() - {"kv_column"}, " / tp")
     formula = " + ".join(f"{split}{divided.get(split, '')}" for split in block.dense_numel)
@@ -399,15 +408,15 @@ def computed_share(model: ModelSpec, row: Row, tp: Ints) -> Floats | float:
     return model.moe.top_k / tp if model.moe is not None and row.split == "experts" else 1.0
 
 
-def _ends(model: ModelSpec, n_stages: int, matrix_rows: Ints, *, trained: bool = False) -> Ints:
+def _ends(model: ModelSpec, n_stages: int, matrix_rows: dict[str, Ints], *, trained: bool = False) -> Ints:
     """Return embedding and learned positions in the first stage, norm and head in the last, (n, S). A tied embedding,
     or an embedding that modules of multi-token prediction read, counts in both stages, or once if there is one stage.
-    `matrix_rows`: rows of the vocabulary on a rank. `trained`: leave out frozen parameters."""
-    found = np.zeros((len(matrix_rows), n_stages), dtype=np.int64)
+    `matrix_rows`: rows of the vocabulary on a rank, of each kind of matrix. `trained`: leave out frozen parameters."""
+    found = np.zeros((len(matrix_rows["head"]), n_stages), dtype=np.int64)
     for row in end_rows(model):
         if trained and row.frozen:
             continue
-        count: Ints | int = matrix_rows * model.d_model if row.split == "vocabulary" else row.numel
+        count: Ints | int = matrix_rows[row.kind] * model.d_model if row.split == "vocabulary" else row.numel
         for stage in _stages_of_end(model, row, n_stages):
             found[:, stage] += count
     return found

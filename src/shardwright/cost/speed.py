@@ -41,6 +41,8 @@ class Speed:
     that overlaps with it; `blocking_sends`: a rank of `pp` waits for its messages, and each takes `message_s` in
     addition to the transfer; `scatters_messages`: each rank of tp sends a part of an activation that all of them have;
     `copies_by_node`: tokens of experts cross to a node once, and are sent to a rank once (DeepEP, HybridEP).
+    `copies_tokens`: collectives on token shards copy the whole tensor, because PyTorch's send along the first dim alone;
+    not with `hides_tp`, whose kernels read the shards (`torch._inductor.fx_passes.micro_pipeline_tp`).
     `gathers_narrow`: inputs of matmuls of fewer than 16 bits are cast before they are gathered over tp, if the format
     has a scale that all ranks can compute (Transformer Engine; torchtitan with one scale a tensor). `fuses_casts`:
     casts move `MatmulFormat.fused_cast_bytes`.
@@ -105,6 +107,7 @@ class Speed:
     scatters_messages: bool = False
     message_s: float = 20e-6
     copies_by_node: bool = False
+    copies_tokens: bool = False
     gathers_narrow: bool = False
     fuses_casts: bool = False
     groups_matmuls: bool = True
@@ -213,6 +216,7 @@ COMPILED = Speed(
     gathers_narrow=True,
     fuses_casts=True,
     merge_bytes=38.0,
+    copies_tokens=True,
 ).calibrated(CALIBRATED)
 HOPPER = {"matmul_gain": 1.16, "flash_gain": ATTENTION_GAIN["cudnn"]["h100"]}
 """Gains of PyTorch 2.11 on an H200: a step of 1.7B has 229 ms of matmuls (266 ms at gain 1), and 68 ms of attention by

@@ -54,6 +54,10 @@ class Stack:
     (cost/activations.py). `logit_kept_bytes`, `logit_peak_bytes`: for each logit, kept from the loss to its backward
     pass, and the maximum in between; `logit_cut_bytes`: added to that maximum if the vocabulary is sharded over tp.
     `shares_logits`: tp shards the vocabulary of the logits; else each of its ranks gathers all logits for the loss.
+    `tp_by_matrix`: each column-parallel matrix gathers its input over tp itself, and reduces the gradient of its input
+    itself; each rank of tp has the whole embedding, and without token shards the whole head (plans of PyTorch's
+    `ColwiseParallel` and `RowwiseParallel`). `merges_gathers`: then matrices that read one tensor share its gather,
+    since torch.compile merges equal nodes of its graph.
     `offloaded_share`: of layers whose activations are on the host with `layout.offload_activations`.
     `logits_together`: the loss overwrites logits with their gradient. Instead of that maximum it has a copy in fp32 of
     this number of logits at a time, and no copy of logits in fp32; 0: it does not overwrite them. `compiles_loss`: then
@@ -112,6 +116,8 @@ class Stack:
     logit_peak_bytes: float = 6.0
     logit_cut_bytes: float = 0.0
     shares_logits: bool = True
+    tp_by_matrix: bool = False
+    merges_gathers: bool = False
     offloaded_share: float = 1.0
     logits_together: float = 0.0
     compiles_loss: bool = False
@@ -201,6 +207,7 @@ FSDP = Stack(
     name="fsdp",
     about="PyTorch FSDP: torchtitan, llm-foundry",
     gathers_master=True,
+    stops_early=True,
     step_bytes=4.0,
     fused_gate=False,
     keeps_gathered=True,
@@ -224,6 +231,7 @@ FSDP_COMPILED = replace(
     about="the same under torch.compile, which fuses element-wise operations",
     speed=speed.COMPILED,
     fused_gate=True,
+    merges_gathers=True,
     selective="read products",
 )
 FSDP_COMPILED_LOSS = replace(
@@ -242,6 +250,7 @@ NANOTRON = replace(
     speed=speed.NANOTRON,
     gathers_master=False,
     receives_ahead=False,
+    stops_early=False,
     selective="scores",
 )
 

@@ -56,6 +56,8 @@ COMPILED_LOSS_SINCE = "2025"
 """First date from which the loss is compiled with the model, in trainers with torch.compile (torchtitan)."""
 FLASH_2_SINCE = "2023-07"
 """First date of FlashAttention-2 (arXiv 2307.08691)."""
+EARLY_STOP_SINCE = "2023-10"
+"""First date from which `torch.utils.checkpoint` stops at the last tensor that the backward pass reads (PyTorch 2.1)."""
 CUDNN_SINCE = "2026"
 """First date from which PyTorch's own attention on Hopper is cuDNN's."""
 GRAPHS_SINCE = "2025-05"
@@ -248,6 +250,8 @@ def stack_of(row: MeasuredRun, die: str) -> Stack:
         speed = replace(speed, hides_tp=row.overlap_tp, hides_tp_backward=row.overlap_tp and speed.hides_tp_backward)
     if row.overlap_dp is not None:
         speed = replace(speed, hides_dp=row.overlap_dp, hides_sums=row.overlap_dp)
+    if row.date < EARLY_STOP_SINCE:
+        stack = replace(stack, stops_early=False)
     if _parts(row):
         stack = replace(stack, selective="parts", recomputed_parts=_parts(row))
     if _copies_by_node(row):
@@ -272,7 +276,8 @@ def _with_memory(row: MeasuredRun, stack: Stack) -> Stack:
     stack = replace(stack, accumulates_whole=whole)
     if row.offload.startswith("activations"):
         stack = replace(stack, offloaded_share=min(1.0, int(row.offload.partition(":")[2]) / row.layers))
-    return replace(stack, shares_logits=not row.whole_logits)
+    by_matrix = (row.whole_logits and row.stack in PYTORCH) if row.tp_by_matrix is None else row.tp_by_matrix
+    return replace(stack, shares_logits=not row.whole_logits, tp_by_matrix=by_matrix)
 
 
 def _attention(row: MeasuredRun, die: str) -> str:
@@ -317,6 +322,8 @@ def _copies_by_node(row: MeasuredRun) -> bool:
 def _cluster(row: MeasuredRun) -> Cluster:
     """Return a cluster whose ranks are divided evenly over as few NVLink domains as have room for the run."""
     found = cluster(f"{row.accelerator}:{row.accelerators}/{evenly(row.accelerators, row.per_domain)}")
+    # A run on a part of a domain has the links of the domain.
+    found = replace(found, inside=cluster(f"{row.accelerator}:{row.per_domain}/{row.per_domain}").inside)
     if row.network_gbs is not None:
         found = found.with_network(row.network_gbs * 1e9 * found.node_size)
     return found if row.network is None else found.on(row.network)
