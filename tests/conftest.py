@@ -1,5 +1,6 @@
 """Settings of all tests."""
 
+import gc
 import getpass
 import os
 import tempfile
@@ -59,6 +60,13 @@ def pytest_collectstart() -> None:
 
     if not BUILT_IN:
         BUILT_IN.extend((registry, tuple(registry)) for registry in (FAMILIES, OPTIMIZERS, _KINDS))
+
+
+def pytest_collection_finish() -> None:
+    """Leave all that was imported and collected out of garbage collections: each of them would look at a million
+    objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,9 +2,8 @@
 
 import ast
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +31,10 @@ BY_NAME = ("getattr", "hasattr", "setattr")
 """Functions that take the name of an attribute as their second argument."""
 
 
+Nodes = Sequence[ast.AST]
+"""The nodes of a file's syntax tree, the module first: a walk of all files takes longer than what is looked for."""
+
+
 class Use(NamedTuple):
     """A private name in a file. `path` begins with a module that can be imported, or is one attribute of an object."""
 
@@ -44,10 +47,10 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name != "_"
 
 
-def own_names(trees: Iterable[ast.Module]) -> frozenset[str]:
+def own_names(files: Iterable[Nodes]) -> frozenset[str]:
     """Private names that these files define: functions, classes, variables and attributes of `self`."""
     names: set[str] = set()
-    for node in (node for tree in trees for node in ast.walk(tree)):
+    for node in (node for nodes in files for node in nodes):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -62,16 +65,16 @@ def _names_of_public_classes(own: frozenset[str]) -> set[str]:
     return {name for name in own if any(hasattr(each, name) for each in PUBLIC_CLASSES)}
 
 
-def private_uses(tree: ast.Module, own: frozenset[str]) -> Iterator[Use]:
+def private_uses(nodes: Nodes, own: frozenset[str]) -> Iterator[Use]:
     """The private names of PyTorch that a file uses. `own`: private names that the package defines."""
-    roots = dict(_imported(tree))
+    roots = dict(_imported(nodes))
     shared = _names_of_public_classes(own)
-    for node in tree.body:  # `aten = torch.ops.aten`
+    for node in nodes[0].body:  # `aten = torch.ops.aten`
         if isinstance(node, ast.Assign) and (path := _path(node.value, roots)):
             roots |= {target.id: path for target in node.targets if isinstance(target, ast.Name)}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom | ast.Import):
-            for path in dict(_imported(ast.Module([node], []))).values():
+            for path in dict(_imported([node])).values():
                 if path.split(".")[0] == "torch" and any(map(is_private, path.split("."))):
                     yield Use(node.lineno, path)
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
@@ -93,15 +96,15 @@ def private_uses(tree: ast.Module, own: frozenset[str]) -> Iterator[Use]:
                     yield Use(method.lineno, method.name)
 
 
-def missing(tree: ast.Module, owners: dict[str, Any]) -> list[str]:
+def missing(nodes: Nodes, owners: dict[str, Any]) -> list[str]:
     """The private names of PyTorch in a file that the installed version lacks. `owners`: for attributes of objects, an
     object that should have it."""
-    return sorted({path for _, path in private_uses(tree, frozenset()) if not _exists(path, owners)})
+    return sorted({path for _, path in private_uses(nodes, frozenset()) if not _exists(path, owners)})
 
 
-def parsed(file: Path) -> ast.Module:
-    """The syntax tree of a file."""
-    return ast.parse(file.read_text(), file.name)
+def parsed(source: str) -> Nodes:
+    """The nodes of a file with this text."""
+    return list(ast.walk(ast.parse(source)))
 
 
 def _exists(path: str, owners: dict[str, Any]) -> bool:
@@ -127,9 +130,9 @@ def _resolved(path: str) -> Any:
     return value
 
 
-def _imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
+def _imported(nodes: Nodes) -> Iterator[tuple[str, str]]:
     """Names that a file imports, with their paths."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for each in node.names:
                 yield (each.asname, each.name) if each.asname else (each.name.split(".")[0], each.name.split(".")[0])

@@ -1,4 +1,3 @@
-import ast
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +45,14 @@ OF_PARAMETER = (
     ],
 )
 def test_a_private_name_of_torch_is_noticed_however_it_is_used(source: str):
-    assert list(private_uses(ast.parse(source), own=frozenset({"_apply", "_version"})))
+    assert list(private_uses(parsed(source), own=frozenset({"_apply", "_version"})))
 
 
 def test_no_other_module_uses_a_private_name_of_torch():
     files = sorted([*PACKAGE.rglob("*.py"), *BENCHMARKS.rglob("*.py")])
-    trees = {file: parsed(file) for file in files if file != MODULE}
-    own = own_names(trees.values())
-    uses = [(file, use) for file, tree in trees.items() for use in private_uses(tree, own)]
+    nodes = {file: parsed(file.read_text()) for file in files if file != MODULE}
+    own = own_names(nodes.values())
+    uses = [(file, use) for file in nodes for use in private_uses(nodes[file], own)]
     assert [f"{file}:{use.line}: {use.path}" for file, use in uses if use.path != OF_OTHERS.get(file.name)] == []
 
 
@@ -105,7 +104,7 @@ def lacking(source: str) -> list[str]:
     owners |= dict.fromkeys(("_fsdp_param_group", "_fsdp_param_groups"), _Either() if either else None)
     others = [f"FSDPParamGroup.{name}" for name in OF_GROUP if not hasattr(group, name)]
     others += [f"FSDPParam.{name}" for name in OF_PARAMETER if not hasattr(parameter, name)]
-    return others + missing(ast.parse(source), owners)
+    return others + missing(parsed(source), owners)
 
 
 class _Either:

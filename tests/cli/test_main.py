@@ -18,10 +18,12 @@ import typer
 from typer.testing import CliRunner
 
 from shardwright.cli.common import filled, verb
-from shardwright.cli.main import app
+from shardwright.cli.main import OF_TWO_WORDS, app
 from shardwright.system import signals
 from shardwright.system.files import new_folder
 from shardwright.system.signals import STOPPING
+from tests.cli.imports import help_imports_nothing_heavy
+from tests.marks import rest_prove
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("number", STOPPING)
+@pytest.mark.parametrize("number", rest_prove(STOPPING, signal.SIGTERM))
 def test_a_signal_while_a_verb_is_imported_ends_it_in_one_word(number: int):
     command = [sys.executable, "-c", SIGNAL_IN_AN_IMPORT, "train", "no.toml", str(number)]
     ended = subprocess.run(command, capture_output=True, text=True)
@@ -166,6 +168,10 @@ def test_a_tilde_that_the_shell_leaves_is_the_home_folder(tmp_path: Path, monkey
 
     take(out=Path("~/a"), name="~/b")
     assert got == [tmp_path / "a", "~/b"]
+
+
+def test_help_imports_nothing_heavy():
+    help_imports_nothing_heavy(["", "plan", *OF_TWO_WORDS, "measure", "launch", "explore"])
 
 
 def test_the_command_alone_shows_its_help():

@@ -18,7 +18,6 @@ from shardwright.serving.host import rates_of
 from shardwright.serving.setting import Degrees, Serving, Settings
 from shardwright.system.processes import threads_of_a_rank
 from shardwright.verification.ranks import run_ranks
-from tests.cli.imports import help_imports_nothing_heavy
 from tests.marks import prove
 from tests.report.pictures import assert_page_never_scrolls, readable_pictures
 
@@ -105,7 +104,3 @@ def test_ranks_of_torchrun_are_not_counted_again(monkeypatch: pytest.MonkeyPatch
     result = measure("--out", tmp_path / "mine.toml", "--ranks", 2)
     assert result.exit_code == 2
     assert "torchrun has started the ranks" in result.output
-
-
-def test_help_imports_nothing_heavy():
-    help_imports_nothing_heavy(("measure", "--help"))

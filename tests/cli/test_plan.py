@@ -18,7 +18,7 @@ from shardwright.planner.batches import tried
 from shardwright.planner.choice import PricedLayout, read
 from shardwright.planner.simplicity import complexity
 from shardwright.planner.words import verdict
-from tests.cli.imports import help_imports_nothing_heavy, runs_without
+from tests.cli.imports import runs_without
 from tests.cli.plans import EXAMPLES, REAL, SMALL, TIED, TINY, document, plan
 
 
@@ -238,11 +238,6 @@ def test_an_anti_pattern_of_an_asked_layout_is_told():
     result = plan(*REAL[:2], "--cluster", "h100:16", *REAL[4:], "--explain", "tp=16", columns=400)
     assert result.exit_code == 0, result.output
     assert "warning: tp=16 does not stay within nodes of 8" in result.output
-
-
-@pytest.mark.parametrize("arguments", [["plan", "--help"], ["--help"]], ids=" ".join)
-def test_help_imports_nothing_heavy(arguments: list[str]):
-    help_imports_nothing_heavy(arguments)
 
 
 def test_planning_needs_no_torch():

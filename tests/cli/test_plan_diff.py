@@ -7,7 +7,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from shardwright.cli.main import app
-from tests.cli.imports import help_imports_nothing_heavy
 
 RUN = '[model]\npreset = "llama-3.1-8b"\n[data]\npath = "d"\n[batch]\nseq_len = 4096\nglobal_batch = 32\n'
 RUN = 'out = "runs/a"\nsteps = 10\n' + RUN + '[precision]\ncompute = "bf16"\n[layout]\n'
@@ -63,7 +62,3 @@ def test_the_page_has_the_terms_and_a_wrong_name_of_it_is_told_with_the_other_pr
     assert result.exit_code == 2
     assert "--html" in result.output
     assert f"B, {files[1]}: " in result.output
-
-
-def test_help_imports_nothing_heavy():
-    help_imports_nothing_heavy(("plan", "diff", "--help"))

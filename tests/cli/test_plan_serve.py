@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from shardwright.cli.main import OF_TWO_WORDS, app
-from tests.cli.imports import help_imports_nothing_heavy, runs_without
+from shardwright.cli.main import app
+from tests.cli.imports import runs_without
 from tests.report.pictures import assert_page_never_scrolls, readable_pictures
 
 ASKED = ("--model", "llama-3.1-8b", "--cluster", "h100:2/2", "--input-len", 1024, "--output-len", 128)
@@ -149,11 +149,6 @@ def test_a_row_with_a_bad_cell_is_skipped_and_the_other_rows_are_compared(tmp_pa
     assert None in skipped
     assert "tp='many'; valid: a whole number from 1 to 999,999,999" in skipped
     assert any("accelerator 'abacus' is not known" in each for each in skipped if each)
-
-
-@pytest.mark.parametrize("verb", OF_TWO_WORDS)
-def test_help_imports_nothing_heavy(verb: str):
-    help_imports_nothing_heavy([*verb.split(), "--help"])
 
 
 def test_serving_is_planned_without_torch():

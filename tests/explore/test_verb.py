@@ -19,16 +19,11 @@ from shardwright.explore.learn.site import MARKER
 from shardwright.explore.server import ExplorerServer
 from shardwright.explore.state import parse, query_of
 from shardwright.system import signals
-from tests.cli.imports import help_imports_nothing_heavy
 from tests.cli.plans import EXAMPLES
 
 
 def explore(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["explore", "--no-browser", *map(str, arguments)], env={"COLUMNS": "300"})
-
-
-def test_help_imports_nothing_heavy():
-    help_imports_nothing_heavy(["explore", "--help"])
 
 
 def test_a_port_in_use_and_an_unknown_host_are_named():

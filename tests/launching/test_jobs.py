@@ -15,7 +15,6 @@ from typer.testing import CliRunner, Result
 from shardwright.cli.launch import _name
 from shardwright.cli.main import app
 from shardwright.launching.jobs import NAME, _seconds
-from tests.cli.imports import help_imports_nothing_heavy
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 RUN = """
@@ -186,7 +185,3 @@ def test_a_time_of_slurm_is_read_as_slurm_reads_it(time: str, seconds: int):
 def test_the_name_of_a_job_follows_from_the_folder_of_the_run_and_every_scheduler_accepts_it(out: str, name: str):
     assert _name(out) == name
     assert NAME.fullmatch(name)
-
-
-def test_help_imports_nothing_heavy():
-    help_imports_nothing_heavy(("launch", "--help"))

@@ -47,7 +47,10 @@ def test_memory_is_drawn_by_kind_for_each_rank_with_the_limit(plan: Plan):
 
 def test_time_is_drawn_for_each_layout_with_its_total(plan: Plan):
     rows = [(f"layout {at}", each) for at, each in enumerate(plan.best)]
-    shown = " ".join(texts(time_svg([(name, each.parts_s, each.step_s) for name, each in rows])))
+    bars = [(name, each.parts_s, each.step_s) for name, each in rows]
+    shown = " ".join(texts(time_svg([*bars, ("equal", plan.best[0].parts_s, 1.0004 * plan.best[0].step_s)])))
+    assert "as fast" in shown
+    assert "+0.0%" not in shown
     for name, each in rows:
         assert name in shown
         assert f"{each.step_s:.4g} s" in shown

@@ -302,7 +302,7 @@ def accumulation(global_batch: int, micro_batch: int, data_ranks: int) -> int:
     assert min(global_batch, micro_batch, data_ranks) >= 1, (global_batch, micro_batch, data_ranks)
     unit = micro_batch * data_ranks
     rounds, rest = divmod(global_batch, unit)
-    if not batch_divides(global_batch, micro_batch, data_ranks):
+    if rest:
         near = f"{rounds * unit} or {(rounds + 1) * unit}" if rounds else str(unit)
         raise LayoutError(
             f"batch.global_batch={global_batch} is not a multiple of micro_batch={micro_batch} x "

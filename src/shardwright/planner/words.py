@@ -14,7 +14,7 @@ from shardwright.cost.optimizer_step import PLACEMENT
 from shardwright.layout.key import JobSizes, written
 from shardwright.layout.keys import KEYS
 from shardwright.layout.layout import accumulation
-from shardwright.planner.alternatives import Alternative, reasons, savings
+from shardwright.planner.alternatives import Alternative, reasons, savings, slower_in_words
 from shardwright.planner.choice import Choice, PricedLayout, shortage
 from shardwright.planner.distinct import CHOICES, differing, value
 from shardwright.planner.recommendation import MEMORY_ERROR, difference_error, ties, with_headroom
@@ -160,7 +160,7 @@ def verdict(best: PricedLayout, other: Alternative, limit_bytes: float) -> str:
     fit."""
     slower = other.slower(best)
     if slower is not None:
-        return "as fast" if other.as_fast(best) else f"{slower:+.1%}"
+        return slower_in_words(slower)
     assert other.nearest is not None
     return f"does not fit: {shortage(best.job, *other.nearest, limit_bytes)}"
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardwright.planner.alternatives import slower_in_words
 from shardwright.planner.choice import PricedLayout
 from shardwright.planner.headline import headline
 from shardwright.planner.sweep import SweepPoint
@@ -123,8 +124,7 @@ def time_svg(rows: Sequence[tuple[str, Mapping[str, float], float]]) -> str:
     def draw(ax: "Axes") -> None:
         _bars(ax, [({kind: parts_s.get(kind, 0.0) for kind in kinds}, name) for name, parts_s, _ in rows])
         for at, (_, _, seconds) in enumerate(rows):
-            slower = seconds / rows[0][2] - 1
-            said = f"{seconds:.4g} s" + (f", {slower:+.1%}" if at else "")
+            said = f"{seconds:.4g} s" + (f", {slower_in_words(seconds / rows[0][2] - 1)}" if at else "")
             place: Any = {"textcoords": "offset points", "va": "center", "fontsize": 8.5, "color": COLOURS["quiet"]}
             ax.annotate(said, (seconds, at), (4, 0), **place)
         ax.set_xlim(0, 1.17 * max(seconds for _, _, seconds in rows))

@@ -251,7 +251,6 @@ class Saver:
         """Background job: copy the pieces, write them on this host, and have another host keep a copy."""
         assert self.local is not None
         copies = snapshot.make()
-
         self.local.write(save.step, plan.pieces, copies.__getitem__, functools.partial(self._texts, save, plan))
         save.ended_s = time.monotonic()
 
