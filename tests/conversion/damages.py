@@ -19,7 +19,22 @@ from tests.conversion.zero_files import under_their_names
 Damage = tuple[str, Callable[[Path], None]]
 """A name, and the change of a copy of the checkpoint."""
 _NOTHING = object()
-_OTHERS: tuple[Any, ...] = (None, True, -1, 2**62, 1e300, math.nan, math.inf, "", "wörter", (), [], {}, (1, "a"), {"a": 1})
+_OTHERS: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    2**62,
+    1e300,
+    math.nan,
+    math.inf,
+    "",
+    "wörter",
+    (),
+    [],
+    {},
+    (1, "a"),
+    {"a": 1},
+)
 
 
 def _bytes(relative: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
@@ -126,7 +141,7 @@ def _with(value: Any, key: Any, other: Any) -> Any:
 
 def _other_tensors(value: Tensor) -> dict[str, Any]:
     value = value.detach()
-    wide = {"nan": torch.full_like(value, math.nan), "negative": -value - 1} if value.is_floating_point() else {}
+    wide = {"nan": torch.full_like(value, math.nan)} if value.is_floating_point() else {}
     return wide | {
         "complex": value.to(torch.complex64), "integers": value.to(torch.int64), "half": value.to(torch.float16),
         "longer": torch.cat([value.flatten(), value.flatten()[:1]]), "empty": value.flatten()[:0],
