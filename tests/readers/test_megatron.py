@@ -1,6 +1,8 @@
 """Scripts and arguments of Megatron-LM."""
 
 import json
+import re
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 from shardwright.cli.main import app
 from shardwright.model.presets import PRESETS
 from shardwright.readers.foreign_run import ForeignRun, Request, read_configuration
+from shardwright.readers.shell import Shell
 from shardwright.readers.table import NO_COUNTERPART
 from shardwright.system.errors import InputError
 from tests.readers import scripts
@@ -113,6 +116,36 @@ def test_an_alternative_without_fsdp_removes_every_option_of_it(tmp_path: Path, 
 def test_relative_positions_are_refused_with_their_line(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"train\.sh:[0-9]+: --position-embedding-type relative: a bias of scores"):
         read(scripts.LLAMA_8B.replace("--position-embedding-type rope", "--position-embedding-type relative"), tmp_path)
+
+
+DEFAULTS = """\
+SET=5
+NONE=""
+A=${SET:-1} B=${UNSET:-2} C=${UNSET-3} D=${SET:+4} E=${UNSET:+5} F=${NONE:-6} G=${NONE-7}
+: ${H:=8}
+SET=${SET:-9}
+if [ "${I:-1}" = 1 ]; then J=${J:-10}; fi
+run="--a $A --b $B --c $C --d $D --e=$E --f $F --g=$G --h $H --set $SET --j $J --k $(nproc) --l 12"
+sh -c "$run"
+"""
+
+
+def test_defaults_of_variables_are_as_in_bash_and_one_unknown_part_of_a_text_leaves_the_others_known(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "x.sh").write_text(DEFAULTS)
+    shell = Shell()
+    shell.run(tmp_path / "x.sh")
+    words = {word.text: word for word in shell.commands[-1][-1].parts()}
+    by_bash = subprocess.run(
+        ["bash", "-c", f"{DEFAULTS.rpartition('sh -c')[0]}echo $run"], capture_output=True, text=True
+    )
+    expected = re.sub(r"--k \d+", "--k", by_bash.stdout).split()
+    assert [word.text for word in shell.commands[-1][-1].parts() if word.text] == expected
+    assert words["12"].unknown is None
+    assert [each.unknown for each in shell.commands[-1][-1].parts() if each.unknown] == [
+        f"{tmp_path / 'x.sh'}:7: $(nproc) would have to be executed"
+    ]
 
 
 def test_an_unknown_option_is_named_and_not_dropped(tmp_path: Path) -> None:

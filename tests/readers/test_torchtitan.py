@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from shardwright.cost.hardware import cluster
+from shardwright.planner.choice import PricedLayout
 from shardwright.readers.foreign_run import ForeignRun
 from shardwright.readers.torchtitan_models import FLAVORS
 from shardwright.system.errors import InputError
@@ -113,6 +115,45 @@ def test_what_a_configuration_has_beyond_the_prediction_is_named(tmp_path: Path)
     notes = " ".join([*run.assumed, *run.skipped])
     assert "LoRAConverter has no counterpart; it is left out" in notes
     assert "checkpoint = make_checkpoint(...) of another file is not evaluated" in notes
+
+
+CHUNKED = "ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=1){})"
+LOSSES = [
+    (CHUNKED.format(""), 2048),
+    (CHUNKED.format(", num_chunks=2"), 8192),
+    (CHUNKED.format(", num_chunks=1"), 0),
+    ("ChunkedCELoss.Config(num_chunks=4)", 4096),
+    ("CrossEntropyLoss.Config()", 0),
+]
+
+
+def read_loss(folder: Path, loss: str) -> ForeignRun:
+    """A micro-batch of 2 sequences of 8,192 tokens on a rank."""
+    training = "TrainingConfig(num_tokens_per_microbatch_per_dp_rank=16384, max_context_length=8192)"
+    return read_one(folder / "llama3/x.py", old="TrainingConfig(local_batch_size=1)", new=f"{training}, loss={loss}")
+
+
+@pytest.mark.parametrize(("loss", "expected"), LOSSES)
+def test_a_loss_with_chunks_has_the_logits_of_a_chunk(tmp_path: Path, loss: str, expected: int) -> None:
+    whole, run = (read_loss(tmp_path, each) for each in ("CrossEntropyLoss.Config()", loss))
+    assert run.described.layout.loss_chunk_tokens == expected
+    chunks = run.system.write(run.described, run.choice)["loss.num_chunks"]
+    assert chunks == (16384 // expected if expected else None)
+    job = run.job(cluster("h100:8"))
+    peaks = [PricedLayout.from_choice(job, each.choice).peak_bytes for each in (whole, run)]
+    # 14 bytes a logit of the rank, of all tokens or of a chunk; the gradients of the head and its input are kept
+    saved = 14 * (16384 - expected) * 128256 - 4 * 128256 * 4096 if expected else 0
+    assert peaks[0] - peaks[1] == pytest.approx(saved, rel=0.12)
+
+
+def test_chunks_that_do_not_divide_a_sequence_and_losses_that_have_no_price_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"x.py:3: loss.num_chunks 3: 3 chunks; valid: a divisor of the 8,192 tokens"):
+        read_loss(tmp_path, "ChunkedLossWrapper.Config(num_chunks=3)")
+    with pytest.raises(InputError, match=r"x.py:3: loss losses.make: a function makes it, and it may have chunks"):
+        read_loss(tmp_path, "losses.make(num_chunks=8)")
+    notes = {each.option: each.note for each in read_loss(tmp_path, "MSELoss.Config(num_chunks=4)").records}
+    assert "priced as a cross entropy" in notes["loss"]
+    assert "all logits of a micro-batch are priced" in notes["loss.num_chunks"]
 
 
 FOLLOWED = [
@@ -291,7 +332,7 @@ REFUSED = [
     ("section", "read_here"),
     [
         *(("parallelism", True), ("training", True), ("compile", True), ("model_spec", True), ("hf_model", True)),
-        *(("checkpoint", False), ("metrics", False), ("loss", False), ("of_a_later_version", False)),
+        *(("checkpoint", False), ("metrics", False), ("of_a_later_version", False)),
     ],
 )
 @pytest.mark.parametrize("made", ["make()", "make(2, a=1)", "other.make()"])

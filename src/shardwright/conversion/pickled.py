@@ -4,11 +4,12 @@ import io
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch import Tensor
 
 from shardwright.system.errors import CheckpointError, DamagedError
 from shardwright.system.files import inside, open_regular
@@ -49,7 +50,7 @@ def load_checked(source: Path | io.BytesIO, where: str, classes: Sequence[StandI
     """Return the content of a file of `torch.save` whose check sums are verified. `where`: its name in errors."""
     try:
         with torch.serialization.safe_globals(list(classes)):
-            return torch.load(source, map_location="cpu", weights_only=True, mmap=isinstance(source, Path))
+            content = torch.load(source, map_location="cpu", weights_only=True, mmap=isinstance(source, Path))
     except OSError as error:
         raise CheckpointError(f"{where} cannot be read: {error.strerror}") from None
     except pickle.UnpicklingError as error:
@@ -63,6 +64,25 @@ def load_checked(source: Path | io.BytesIO, where: str, classes: Sequence[StandI
     except Exception as error:  # a damaged pickle raises errors of any type
         said = (str(error).strip().splitlines() or [""])[0]
         raise DamagedError(f"{where} is damaged: PyTorch cannot read it ({said[:200]})") from None
+    for tensor in _tensors_in(content):
+        if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized or tensor.is_nested:
+            kind = "quantized" if tensor.is_quantized else f"{tensor.device.type}, {tensor.layout}"
+            raise DamagedError(f"{where} has a tensor of {[*tensor.shape]} without plain values ({kind})")
+    return content
+
+
+def _tensors_in(content: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested containers and stand-ins."""
+    seen: set[int] = set()
+    rest = [content]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, dict | list | tuple | set | InertObject) and id(value) not in seen:
+            seen.add(id(value))
+            parts = vars(value) if isinstance(value, InertObject) else value
+            rest += parts.values() if isinstance(parts, dict) else parts
 
 
 def check_sums(file: IO[bytes], where: str) -> None:

@@ -228,6 +228,8 @@ def _chunked_loss(job: Job, candidates: Candidates, f: Formulas) -> tuple[Floats
     kept = f("gradients kept by the loss", gradients, "parallel/loss.py")
     together = np.minimum(f.C * f.vocabulary_rows, f.logits_together) * f.sum_bytes * f.loss_buffers
     chunk = f.C * f.vocabulary_rows * f.e + together
+    if not job.stack.logits_together:
+        chunk = f.C * f.vocabulary_rows * (f.logit_bytes + f.loss_bytes_a_logit)
     if job.model.logit_softcap:  # and a copy of the tanh
         chunk = chunk + f.C * f.vocabulary_rows * f.e
     product = (f.C * f.vocabulary_rows + f.vocabulary_rows * f.h) * f.e * f.copied

@@ -293,7 +293,7 @@ class _Script:
             self._sourced(words)
             return None
         if name == "eval":
-            words = [Word(text, word.where, word.unknown) for word in words[1:] for text in word.text.split() or [""]]
+            words = [part for word in words[1:] for part in word.parts() or [word]]
         self.shell.commands.append(words)
         return {"true": True, ":": True, "false": False, "echo": True}.get(name)
 

@@ -137,7 +137,7 @@ class Expansion:
         given = found is not None and (":" not in operator or any(found))
         if operator[-1] == "?":
             return found if given else None
-        if (operator[-1] == "+") is not given:
+        if (operator[-1] == "+") is given:
             other = Expansion(self.variables, RawWord(rest[len(operator) :], self.where)).words(split=False)
             value = [[char for chars in other for char in chars]]
             if operator[-1] == "=":

@@ -10,18 +10,32 @@ from shardwright.readers.shell_words import Chars
 
 @dataclass(frozen=True)
 class Word:
-    """A word of a command. `where`: its file and line. `unknown`: why its text is unknown, or None."""
+    """A word of a command. `where`: its file and line. `unknown`: why its text is unknown, or None. `chars`: its
+    characters, if it was expanded."""
 
     text: str
     where: str
     unknown: str | None = None
+    chars: tuple[tuple[str, str], ...] = ()
+
+    def parts(self) -> "list[Word]":
+        """Return the words between its blanks. Only the words that have unknown text are unknown."""
+        if not self.chars:
+            return [Word(part, self.where, self.unknown) for part in self.text.split()]
+        found: list[Chars] = [[]]
+        for char, where in self.chars:
+            if char.isspace():
+                found.append([])
+            else:
+                found[-1].append((char, where))
+        return [as_word(chars) for chars in found if chars]
 
 
 def as_word(chars: Chars) -> Word:
     """Return characters as a word; its place is the place of the first character."""
     unknown = next((char[1:] for char, _ in chars if len(char) > 1), None)
     text = "".join(char for char, _ in chars if len(char) == 1)
-    return Word(text, chars[0][1] if chars else "", unknown)
+    return Word(text, chars[0][1] if chars else "", unknown, tuple(chars))
 
 
 def mark(why: str, where: str) -> Chars:

@@ -139,8 +139,7 @@ def _split(words: Sequence[Word]) -> list[Word]:
     """Return words of a command; a word with options in it, as of `bash -c "..."`, becomes several."""
     result = []
     for word in words:
-        parts = word.text.split() if " --" in f" {word.text}" and " " in word.text.strip() else [word.text]
-        result += [Word(part, word.where, word.unknown) for part in parts]
+        result += word.parts() if " --" in f" {word.text}" and " " in word.text.strip() else [word]
     return result
 
 

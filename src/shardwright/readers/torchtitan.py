@@ -34,10 +34,14 @@ from shardwright.system.errors import InputError, LayoutError
 
 _TOKENS = ("num_tokens_per_microbatch_per_dp_rank", "num_tokens_per_train_step", "max_context_length")
 """Options of [training] that state batch and length in tokens, since 2026."""
-KINDS = ("activation_checkpoint", "optimizer")
+KINDS = ("activation_checkpoint", "optimizer", "loss")
 """Sections of Python configurations whose value is the class or function that is called."""
 _MODES = {"FullAC": "full", "SelectiveAC": "selective", "none": "none"}
 """Class of `activation_checkpoint` in Python -> mode."""
+_CHUNKED = ("ChunkedLossWrapper", "ChunkedCELoss")
+_LOSSES = ("CrossEntropyLoss", *_CHUNKED)
+"""Classes of `loss` in Python that have a price. A chunked loss computes the logits of a part of a micro-batch at a
+time; its second class is of the development versions before 0.3."""
 SCHEDULES = {
     "1f1b": "1f1b",
     "gpipe": "afab",
@@ -82,6 +86,9 @@ OPTIONS = table(
     read("compile.enable_async_tensor_parallel", "stack", bool, False, "tensor-parallel messages overlap"),
     read("activation_checkpoint", "layout.recompute", str, note="the class in Python"),
     read("optimizer", "optimizer.name", str, note="the function in Python"),
+    read("loss", "layout.loss_chunk_tokens", str, note="the class in Python: one with chunks, or of all logits"),
+    read("loss.num_chunks", "layout.loss_chunk_tokens", int, 8, "the tokens of a micro-batch on a rank divided by it"),
+    read("loss.loss_fn", "layout.loss_chunk_tokens", str, note="the loss of a chunk"),
     read(
         "training.num_tokens_per_microbatch_per_dp_rank",
         "batch.micro_batch",
@@ -180,6 +187,7 @@ def describe(values: Values) -> DescribedRun:
         values.problems.append(f"{values.source}: torchrun sets the number of ranks; give --cluster, such as h100:64")
     settings = _degrees(values, world or 1, model)
     seq_len, micro_batch, global_batch = _batch(values, settings["dp_replicate"] * settings["dp_shard"], settings["pp"])
+    settings["loss_chunk_tokens"] = _loss_chunk_tokens(values, micro_batch, seq_len, settings["cp"])
     precision = _precision(values)
     if values.problems:
         raise InputError(*values.problems)
@@ -221,6 +229,26 @@ def _batch(values: Values, data_ranks: int, pp: int) -> tuple[int, int, int]:
             values.wrong(f"training.{name}", f"{tokens:,} tokens are not a multiple of max_context_length {seq_len:,}")
             return 1, 1, data_ranks
     return seq_len, micro_tokens // seq_len, step_tokens // seq_len
+
+
+def _loss_chunk_tokens(values: Values, micro_batch: int, seq_len: int, cp: int) -> int:
+    """Return how many tokens have logits at a time; 0: all of a micro-batch. A chunk has the same part of each of its
+    sequences."""
+    if str(values["loss"]).rpartition(".")[2][:1].islower():
+        values.wrong("loss", "a function makes it, and it may have chunks; write its class, such as CrossEntropyLoss")
+    for option in ("loss", "loss.loss_fn"):
+        if values.given(option) and values[option] not in _LOSSES:
+            values.changes[option] = "has no counterpart; priced as a cross entropy over the vocabulary"
+    if values["loss"] not in _CHUNKED:
+        values.changes["loss.num_chunks"] = "the file names no loss with chunks; all logits of a micro-batch are priced"
+        return 0
+    n_chunks, on_rank = values["loss.num_chunks"], seq_len // max(cp, 1)
+    if n_chunks < 1 or on_rank % n_chunks:
+        valid = "1 or more" if n_chunks < 1 else f"a divisor of the {on_rank:,} tokens of a sequence on a rank"
+        stated = "loss.num_chunks" if values.given("loss.num_chunks") else "loss"
+        values.wrong(stated, f"{n_chunks} chunks; valid: {valid}")
+        return 0
+    return micro_batch * on_rank // n_chunks if n_chunks > 1 else 0
 
 
 def _optimizer(values: Values) -> str:
@@ -353,8 +381,11 @@ def able(described: DescribedRun, candidates: Candidates) -> Any:
     shared = candidates.shared
     possible = shared.pp == 1 or shared.pp_schedule in SCHEDULES.values()
     possible &= shared.virtual_stages == 2 or shared.pp_schedule != "interleaved-1f1b"
-    possible &= shared.loss_chunk_tokens == 0 and shared.zero_secondary_ranks == 1
-    possible &= shared.cp_method != "ulysses"
+    possible &= shared.zero_secondary_ranks == 1 and shared.cp_method != "ulysses"
+    if shared.loss_chunk_tokens:
+        tokens, on_rank = candidates.tokens(described.seq_len), described.seq_len // candidates.cp
+        possible &= "loss" in described.stated
+        possible &= (tokens % shared.loss_chunk_tokens == 0) & (on_rank * shared.loss_chunk_tokens % tokens == 0)
     sharded = np.isin(candidates.zero, (2, 3)) | (candidates.shards == 1)
     return sharded & possible
 
@@ -388,6 +419,11 @@ def write(described: DescribedRun, choice: Choice) -> dict[str, Any]:
         f"{part}context_parallel_rotate_method": _rotates(layout),
         f"{part}expert_parallel_degree": layout.ep if described.model.moe else None,
     }
+    if "loss" in described.stated:
+        tokens = choice.micro_batch * described.seq_len // layout.cp
+        chunked = layout.loss_chunk_tokens > 0
+        options["loss"] = _CHUNKED[0] if chunked else _LOSSES[0]
+        options["loss.num_chunks"] = tokens // layout.loss_chunk_tokens if chunked else None
     if any(f"training.{name}" in described.stated for name in _TOKENS):
         micro_batches = described.global_batch // layout.data_ranks // choice.micro_batch
         modes = {mode: name for name, mode in _MODES.items()}
