@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -92,12 +91,10 @@ def test_a_damaged_checkpoint_is_refused_or_has_the_bits_of_the_whole_one(
     source, folder = tmp_path / kind, tmp_path / "tried"
     write_source(kind, source, run_file, ragged_tokens)
     convert(source, tmp_path / "whole", "shardwright", run=run_file)
-    expected, problems, folder_, n = state_of(tmp_path / "whole"), {}, folder.mkdir(), 0
-    random = Random(int(os.environ.get("SEED", "0")))
-    NF, NV = int(os.environ.get("NF", "6")), int(os.environ.get("NV", "40"))
-    for damage in [*of_files(source, random, NF), *of_values(source, random, NV)]:
-        n += 1
+    folder.mkdir()
+    expected, problems = state_of(tmp_path / "whole"), {}
+    random = Random(0)
+    for damage in [*of_files(source, random, n_flips=6), *of_values(source, random, per_file=40)]:
         if problem := problem_of(damage, source, run_file, folder, expected):
             problems[damage[0]] = problem[:300]
-    print(kind, n)
     assert not problems, json.dumps(problems, indent=1)

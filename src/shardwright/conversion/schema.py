@@ -74,7 +74,7 @@ class AdamWGroup(ForeignValues):
         """Return the setting with which the update is not AdamW's, with the supported value; None if there is none.
 
         Without weight decay Adam's update is AdamW's. RAdam's and LAMB's states have the names of AdamW's, so their
-        groups tell them apart: PyTorch's RAdam has `decoupled_weight_decay` and no `amsgrad`; LAMB has `max_coeff`.
+        groups distinguish them: PyTorch's RAdam has `decoupled_weight_decay` and no `amsgrad`; LAMB has `max_coeff`.
         """
         if self.max_coeff is not None:
             return f"max_coeff={self.max_coeff!r}, which is LAMB's; supported: AdamW"
