@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwright.config import load
 from shardwright.conversion.formats import convert, read_state
 from shardwright.system.errors import InputError
-from tests.conversion.damages import Damage, of_files, of_values
+from tests.conversion.damages import REPLACED, Damage, of_files, of_values
 from tests.conversion.test_convert import write_run_file as write_run_file_64
 from tests.conversion.test_megatron import write_run_file
 from tests.conversion.torchtitan_loop import train_ranks
@@ -21,6 +21,14 @@ from tests.conversion.zero_files import random_values, write_zero
 from tests.distributed import run_ranks
 
 FORMATS = ("torchtitan", "dcp", "megatron", "zero2", "zero3", "universal", "hf", "shardwright")
+MOST = 60
+"""Damages of a format that are tried, drawn."""
+
+
+def is_seen(kind: str, damage: Damage) -> bool:
+    """Return whether files have what shows a damage. Hugging Face's have no check sums, and the files of ranks do not
+    name their rank or parameters, so a file in the place of another with the same shapes has plausible values."""
+    return kind != "hf" and (kind in ("shardwright", "universal") or REPLACED not in damage[0])
 
 
 def write_source(kind: str, folder: Path, run_file: Path, tokens: Path) -> None:
@@ -60,15 +68,17 @@ def differing(one: dict[str, Tensor | str], other: dict[str, Tensor | str]) -> l
     ]
 
 
-def problem_of(damage: Damage, source: Path, run_file: Path, folder: Path, expected: dict[str, Tensor | str]) -> str:
-    """Return what is wrong with the conversion of a damaged copy, or nothing."""
+def problem_of(
+    damage: Damage, source: Path, run_file: Path, folder: Path, expected: dict[str, Tensor | str] | None
+) -> str:
+    """Return what is wrong with the conversion of a damaged copy, or nothing. `expected`: None if values may differ."""
     at, out = folder / "damaged", folder / "moved"
     shutil.copytree(source, at, copy_function=os.link)
     try:
         damage[1](at)
         before = sorted(folder.rglob("*"))
         convert(at, out, "shardwright", run=run_file)
-        others = differing(state_of(out), expected)
+        others = [] if expected is None else differing(state_of(out), expected)
         return f"differs silently in {others}" if others else ""
     except InputError as error:
         if sorted(folder.rglob("*")) != before:
@@ -94,7 +104,10 @@ def test_a_damaged_checkpoint_is_refused_or_has_the_bits_of_the_whole_one(
     folder.mkdir()
     expected, problems = state_of(tmp_path / "whole"), {}
     random = Random(0)
-    for damage in [*of_files(source, random, n_flips=6), *of_values(source, random, per_file=40)]:
-        if problem := problem_of(damage, source, run_file, folder, expected):
+    damages = [*of_files(source, random, n_flips=6), *of_values(source, random, per_file=40)]
+    assert len(damages) > MOST
+    for damage in random.sample(damages, min(MOST, len(damages))):
+        values = expected if is_seen(kind, damage) else None
+        if problem := problem_of(damage, source, run_file, folder, values):
             problems[damage[0]] = problem[:300]
     assert not problems, json.dumps(problems, indent=1)
