@@ -1,9 +1,11 @@
 """The interface of a writer of records, its row in the table of writers, and how its failures are kept from the run."""
 
+import importlib
 import importlib.util
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +17,9 @@ QUEUED = 1024
 """Maximum number of records that wait for a service; a run logs far more slowly than a service answers."""
 CLOSE_S = 10.0
 """How long the end of a run waits for a service to take the last records, in seconds."""
+IMPORT_S = 120.0
+"""How long the end of a short run waits for the import of a service's library, in seconds: on a busy machine MLflow's
+takes longer than some runs."""
 
 
 class StepSpan(NamedTuple):
@@ -101,6 +106,7 @@ class OptionalWriter(MetricsWriter):
         self._failed = self._closing = False
         if kind.remote:
             self._queue: queue.Queue[Callable[[MetricsWriter], None] | None] = queue.Queue(QUEUED)
+            self._imported = threading.Event()
             self._thread = threading.Thread(target=self._work, name=f"shardwright-{kind.key}", daemon=True)
             self._thread.start()
         else:
@@ -123,6 +129,7 @@ class OptionalWriter(MetricsWriter):
         if not self.kind.remote:
             self._do(lambda writer: writer.close())
             return
+        self._imported.wait(IMPORT_S)
         try:
             self._queue.put(lambda writer: writer.close(), timeout=CLOSE_S)
             self._queue.put(None, timeout=CLOSE_S)
@@ -148,6 +155,9 @@ class OptionalWriter(MetricsWriter):
             self._note(f"has not answered for {QUEUED} records")
 
     def _work(self) -> None:
+        with suppress(Exception):  # the writer's constructor imports it again, and its error is reported
+            importlib.import_module(self.kind.package)
+        self._imported.set()
         while (act := self._queue.get()) is not None:
             if not (self._attempt(act) or not self._closing):
                 return  # the server is away, and the run waits for this thread
