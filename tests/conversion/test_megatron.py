@@ -25,6 +25,7 @@ from shardwright.conversion.dcp import DcpWriter, read_dcp
 from shardwright.conversion.formats import convert, read_state
 from shardwright.conversion.megatron import step_folder
 from shardwright.model.spec import ModelSpec
+from shardwright.system import torch_private
 from shardwright.system.errors import InputError, ProofError
 from shardwright.verification import trainers
 from tests.conversion import torchtitan_loop
@@ -368,6 +369,9 @@ def run_megatron(
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     # The folder of this file has modules with the names of libraries.
     shutil.copy(Path(trainers.__file__).with_name("megatron_cpu.py"), folder)
+    imported = folder / "shardwright/system"  # of this package it imports one file, which imports only torch
+    imported.mkdir(parents=True)
+    shutil.copy(torch_private.__file__, imported)
     environment["PYTHONPATH"] = str(folder)
     result = subprocess.run(
         [LIBRARY, *arguments, str(program), str(folder)],

@@ -1,4 +1,5 @@
-"""Stand-ins that let the library megatron-core run on CPUs with gloo. This file imports nothing of this package.
+"""Stand-ins that let the library megatron-core run on CPUs with gloo. Of this package it imports `torch_private` alone,
+which imports only torch: tests copy both files into environments without this package.
 
 The library has no path for a CPU. `run_without_cuda` replaces the device "cuda" by "cpu" wherever the library names it,
 and the names of CUDA's tensor types, and mends what fails without Transformer Engine. Model, parallelism, DDP,
