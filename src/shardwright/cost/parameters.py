@@ -171,8 +171,8 @@ def _parameters(
     trained: bool,
     element_bytes: int = 0,
 ) -> Parameters:
-    """Return the parameters of a rank with `matrix_rows` of the vocabulary in embedding and head; with `trained` without frozen ones; with
-    `element_bytes` as `Parameters.stored`."""
+    """Return the parameters of a rank with `matrix_rows` of the vocabulary in embedding and head; with `trained`
+    without frozen ones; with `element_bytes` as `Parameters.stored`."""
     ends = _ends(model, len(stages.layers), matrix_rows, trained=trained)
     dense, expert, hidden = ends.copy(), np.zeros_like(ends), np.zeros_like(ends)
     of_block: dict[BlockShape, tuple[Ints, Ints]] = {}
