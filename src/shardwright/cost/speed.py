@@ -42,7 +42,7 @@ class Speed:
     addition to the transfer; `scatters_messages`: each rank of tp sends a part of an activation that all of them have;
     `copies_by_node`: tokens of experts cross to a node once, and are sent to a rank once (DeepEP, HybridEP).
     `copies_tokens`: collectives on token shards copy the whole tensor, since PyTorch's send along the first dim alone;
-    with `hides_tp` only those of the gradients of inputs, which are sums over matrices and in no piece, since its
+    with `hides_tp` only gradients of inputs are copied, which are sums over matrices and in no piece, since its
     kernels read the shards (`torch._inductor.fx_passes.micro_pipeline_tp`).
     `gathers_narrow`: inputs of matmuls of fewer than 16 bits are cast before they are gathered over tp, if the format
     has a scale that all ranks can compute (Transformer Engine; torchtitan with one scale a tensor). `fuses_casts`:
