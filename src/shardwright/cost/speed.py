@@ -41,8 +41,9 @@ class Speed:
     that overlaps with it; `blocking_sends`: a rank of `pp` waits for its messages, and each takes `message_s` in
     addition to the transfer; `scatters_messages`: each rank of tp sends a part of an activation that all of them have;
     `copies_by_node`: tokens of experts cross to a node once, and are sent to a rank once (DeepEP, HybridEP).
-    `copies_tokens`: collectives on token shards copy the whole tensor, because PyTorch's send along the first dim only;
-    not with `hides_tp`, whose kernels read the shards (`torch._inductor.fx_passes.micro_pipeline_tp`).
+    `copies_tokens`: collectives on token shards copy the whole tensor, since PyTorch's send along the first dim alone;
+    with `hides_tp` only gradients of inputs are copied, which are sums over matrices and in no piece, since its
+    kernels read the shards (`torch._inductor.fx_passes.micro_pipeline_tp`).
     `gathers_narrow`: inputs of matmuls of fewer than 16 bits are cast before they are gathered over tp, if the format
     has a scale that all ranks can compute (Transformer Engine; torchtitan with one scale a tensor). `fuses_casts`:
     casts move `MatmulFormat.fused_cast_bytes`.

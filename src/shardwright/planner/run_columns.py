@@ -274,7 +274,7 @@ class MeasuredRun:
     )
     tp_by_matrix: bool | None = flag_column(
         "1: each column-parallel matrix gathers its input over tp, and reduces its gradient, by itself; each rank of "
-        "tp has the whole embedding, and without sp the whole head (ColwiseParallel for each matrix). Empty: 0; "
+        "tp has the whole embedding, and without sp the whole head (a ColwiseParallel for each matrix). Empty: 0; "
         "with PyTorch's FSDP as `whole_logits`",
         optional=True,
     )
