@@ -74,7 +74,14 @@ def test_control_characters_and_what_has_no_width_or_turns_the_direction_are_sho
 def test_a_secret_is_masked_where_a_library_repeats_it_without_its_url(url):
     after = url.partition("://")[2]
     user = after.rpartition("@")[0]
-    text = without_secrets(f"{url}: Invalid bucket name {after!r}, got {user!r} and {user.partition(':')[2]!r}")
+    both = user if ":" in user else ""  # a user alone may be a login name
+    text = without_secrets(f"{url}: Invalid bucket name {after!r}, got {both!r} and {user.partition(':')[2]!r}")
     assert "SECRET" not in text
     assert "RET" not in text
     assert without_secrets("ssh://git@host: no github.com") == "ssh://***@host: no github.com"
+
+
+def test_a_login_name_is_masked_in_its_url_alone_and_a_token_also_where_it_is_repeated():
+    assert without_secrets("ssh://hadoop@n/x: cannot open /opt/hadoop") == "ssh://***@n/x: cannot open /opt/hadoop"
+    token = "ghp_" + "a1" * 18
+    assert token not in without_secrets(f"https://{token}@host/a: bad token {token!r}")

@@ -34,6 +34,8 @@ def group_of(name: str, **settings: Any) -> dict[str, Any]:
         (FUSED_ADAM, None),
         ({**FUSED_ADAM, "bias_correction": torch.tensor(False)}, "bias_correction=False; supported: True"),
         (LAMB, "max_coeff=10.0, which is LAMB's; supported: AdamW"),
+        ({**FUSED_ADAM, "grad_averaging": True, "max_grad_norm": 1.0}, "grad_averaging=True, which is LAMB's"),
+        (group_of("NAdam", decoupled_weight_decay=True), "which is NAdam's; supported: AdamW"),
     ],
 )
 def test_a_group_is_known_as_adamws_by_its_settings(group: dict[str, Any], refusal: str | None) -> None:

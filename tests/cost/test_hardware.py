@@ -130,6 +130,15 @@ def test_fewer_accelerators_than_a_usual_node_has_are_a_part_of_one_node(text: s
     assert found.across == cluster("h100:64").across
 
 
+@pytest.mark.parametrize(
+    ("part", "whole"), [("h100:4", "h100:8"), ("dgx-h100:4", "dgx-h100:8"), ("dgx-h100:8/4", "dgx-h100:8")]
+)
+def test_a_part_of_a_node_with_switches_has_its_switches(part: str, whole: str):
+    one, other = cluster(part).inside, cluster(whole).inside
+    assert (one.switch_bytes_per_s, one.peer_bytes_per_s) == (other.switch_bytes_per_s, other.peer_bytes_per_s)
+    assert cluster("h100:4/4").inside.peer_bytes_per_s > 0 == one.peer_bytes_per_s
+
+
 def test_a_named_cluster_has_its_own_network():
     selene, cloud = cluster("selene:2240"), cluster("p4d:16")
     assert (selene.accelerator.name, selene.node_bytes_per_s) == ("a100-80gb", 200e9)

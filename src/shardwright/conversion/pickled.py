@@ -67,7 +67,10 @@ def load_checked(source: Path | io.BytesIO, where: str, classes: Sequence[StandI
     for tensor in _tensors_in(content):
         if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized or tensor.is_nested:
             kind = "quantized" if tensor.is_quantized else f"{tensor.device.type}, {tensor.layout}"
-            raise DamagedError(f"{where} has a tensor of {[*tensor.shape]} without plain values ({kind})")
+            raise CheckpointError(
+                f"{where} has a tensor of {[*tensor.shape]} without plain values ({kind}); supported: dense tensors of "
+                f"the CPU"
+            )
     return content
 
 

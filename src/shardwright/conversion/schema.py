@@ -55,6 +55,17 @@ class ForeignValues(BaseModel):
     model_config = ConfigDict(strict=True, arbitrary_types_allowed=True, from_attributes=True)
 
 
+_OF_OTHERS = {
+    "max_coeff": "LAMB",
+    "grad_averaging": "LAMB",
+    "trust_clip": "LAMB",
+    "norm_type": "NovoGrad",
+    "momentum_decay": "NAdam",
+}
+"""Setting of a group that AdamW does not have -> the optimizer that has it: DeepSpeed's, apex's and timm's LAMB, apex's
+NovoGrad, and PyTorch's NAdam."""
+
+
 class AdamWGroup(ForeignValues):
     """The settings of AdamW of one group of parameters."""
 
@@ -69,23 +80,28 @@ class AdamWGroup(ForeignValues):
     adam_w_mode: Flag | None = None
     bias_correction: Flag | None = None
     max_coeff: Any = None
+    grad_averaging: Any = None
+    trust_clip: Any = None
+    norm_type: Any = None
+    momentum_decay: Any = None
 
     def other_update(self) -> str | None:
         """Return the setting with which the update is not AdamW's, with the supported value; None if there is none.
 
-        Without weight decay Adam's update is AdamW's. RAdam's and LAMB's states have the names of AdamW's, so their
-        groups distinguish them: PyTorch's RAdam has `decoupled_weight_decay` and no `amsgrad`; LAMB has `max_coeff`.
+        Without weight decay Adam's update is AdamW's. The states of other optimizers have the names of AdamW's, so
+        their groups distinguish them (`_OF_OTHERS`); PyTorch's RAdam has `decoupled_weight_decay` and no `amsgrad`.
         """
-        if self.max_coeff is not None:
-            return f"max_coeff={self.max_coeff!r}, which is LAMB's; supported: AdamW"
+        for key, name in _OF_OTHERS.items():
+            if (value := getattr(self, key)) is not None:
+                return f"{key}={value!r}, which is {name}'s; supported: AdamW"
         if self.decoupled_weight_decay is not None and self.amsgrad is None:
             return "decoupled_weight_decay without amsgrad, as RAdam has it; supported: AdamW"
         supported = {"amsgrad": False, "maximize": False, "bias_correction": True}
         if self.weight_decay:
             supported |= {"decoupled_weight_decay": True, "adam_w_mode": True}
         differing = (key for key, valid in supported.items() if getattr(self, key) not in (None, valid))
-        key = next(differing, None)
-        return None if key is None else f"{key}={getattr(self, key)}; supported: {supported[key]}"
+        refused = next(differing, None)
+        return None if refused is None else f"{refused}={getattr(self, refused)}; supported: {supported[refused]}"
 
 
 class ParameterNames(ForeignValues):

@@ -218,12 +218,14 @@ def cluster(text: str, extra: str | Path | None = None) -> Cluster:
             f"{size // node_size} + {size % node_size}); nearest: {below} and {below + node_size}, or name another "
             f"node size: {named}:{size}/NODE_SIZE"
         )
+    # A part of a larger node has its switches.
+    is_whole = table.node_size == node_size or (form[3] is not None and isinstance(table, AcceleratorTable))
     return Cluster(
         name=text.strip(),
         accelerator=_accelerator(kind, usual, node_size),
         size=size,
         node_size=node_size,
-        inside=_inside(usual.inside, _share(usual, node_size), node_size),
+        inside=_inside(usual.inside, _share(usual, node_size), node_size if is_whole else 0),
         across=_across(table.network, known.networks[table.network], gbit_per_s),
         node_bytes_per_s=gbit_per_s * node_size * 1e9 / 8,
         host_memory_part=(table.host_memory_gib or 0) * GiB / table.node_size,
@@ -281,8 +283,8 @@ def _accelerator(name: str, table: AcceleratorTable, ranks: int | None = None) -
 
 
 def _inside(table: InsideTable, share: float = 1.0, node_size: int = 0) -> NetworkLink:
-    """Build the link inside a node of `node_size`. `share`: of the cores of the measured ranks; messages take CPU
-    time."""
+    """Build the link inside a node of `node_size`, or 0 for a part of a node. `share`: of the cores of the measured
+    ranks; messages take CPU time."""
     wired = node_size > 1 and node_size == table.wired_node
     peer_gb_per_s = table.bus_gb_per_s / (node_size - 1) if wired else table.peer_gb_per_s or 0
     return NetworkLink(

@@ -339,6 +339,7 @@ _SYMBOLS = (
     ("flash_share flash_gain c0 s0", "", "fused attention: share of the rate; of newer kernels; width, length for it"),
     ("format_rate matmul_gain", "", "of matmuls: of a format's kernels; of a stack's relative to PyTorch's"),
     ("calls", "", "messages one after another"),
+    ("bytes_sent sent", "B", "of a tensor whose tokens are sent over tp; 1 if its tokens are sharded"),
     ("in_step", "", "measured time of messages in a step, relative to the same alone"),
     ("relative", "", "measured time of this kind of message, relative to the formula of all kinds"),
     ("norm_bytes residual_bytes dropout_bytes heads_bytes rope_bytes activation_bytes permute_bytes loss_bytes "

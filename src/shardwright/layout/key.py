@@ -82,13 +82,13 @@ class LayoutKey:
             return None
         if self.members is not None:
             return _members_problem(value, self.members())
+        if (not_whole := self.number_problem(value)) is not None:
+            return not_whole
         if self.choices is not None:
             valid = (*self.choices(), *also)
             if value not in valid:
                 hint = nearest(value, valid) if isinstance(value, str) else f"valid: {', '.join(map(str, valid))}"
                 return f"not one of the choices; {hint}"
-        elif (not_whole := self.number_problem(value)) is not None:
-            return not_whole
         elif self.type in (int, int | None) and value < self.least:
             ranks = value == -1 and self.least == 1
             rest = ": the number itself, there is no -1 for the ranks that are left" if ranks else ""

@@ -120,6 +120,11 @@ def of_pass(recipe: Recipe | None) -> Recipe | None:
     return recipe.of_pass() if isinstance(recipe, Fp8Linear) else recipe
 
 
+def of_backward(recipe: Recipe | None) -> Recipe | None:
+    """Return the recipe for one backward pass; see `Fp8Linear.of_backward`."""
+    return recipe.of_backward() if isinstance(recipe, Fp8Linear) else recipe
+
+
 def _grouped(x_RK: Tensor, weight_ENK: Tensor, counts_E: Tensor, fp8: Fp8Linear | None, dtype: torch.dtype) -> Tensor:
     """Compute x W_e^T for the rows of each expert; with `fp8` the rows are rounded to `dtype`."""
     if fp8 is None:
@@ -188,9 +193,9 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, counts_E = ctx.saved_tensors
         dy = grads[0] if counts_E is None else grads[0].contiguous()
-        dx = input_gradient(dy, weight, counts_E, recipe=ctx.recipe) if ctx.needs_input_grad[0] else None
-        wanted = ctx.needs_input_grad[1]
-        dweight = weight_gradient_or_defer(ctx.weight, dy, x, counts_E, ctx.recipe) if wanted else None
+        recipe, wanted = of_backward(ctx.recipe), ctx.needs_input_grad[1]
+        dx = input_gradient(dy, weight, counts_E, recipe=recipe) if ctx.needs_input_grad[0] else None
+        dweight = weight_gradient_or_defer(ctx.weight, dy, x, counts_E, recipe) if wanted else None
         dbias = _bias_gradient(dy, counts_E) if ctx.needs_input_grad[2] else None
         return dx, dweight, dbias, None, None, None
 

@@ -397,14 +397,15 @@ class _ColumnProducts(torch.autograd.Function):
         gathering = axis.start_gather(x_BTD) if axis.token_shards and x_BTD is not None else None
         # Nothing before the first adapter is trained, so there the input needs no gradient.
         wanted, *_ = ctx.needs_input_grad
-        summing = axis.start_sum(_input_gradient(dys_BTF, weights, ctx.recipes)) if wanted else None
+        recipes = [matmul.of_backward(recipe) for recipe in ctx.recipes]
+        summing = axis.start_sum(_input_gradient(dys_BTF, weights, recipes)) if wanted else None
         if gathering is not None:
             x_BTD = gathering.wait()
         # The weight gradients overlap with the reduction of the input's gradient.
         trained, has_bias = ctx.needs_input_grad[3 : 3 + len(weights)], ctx.needs_input_grad[3 + len(weights) :]
         dweights = [
             matmul.weight_gradient_or_defer(weight, dy_BTF, x_BTD, recipe=recipe) if needed else None
-            for weight, dy_BTF, recipe, needed in zip(ctx.weights, dys_BTF, ctx.recipes, trained, strict=True)
+            for weight, dy_BTF, recipe, needed in zip(ctx.weights, dys_BTF, recipes, trained, strict=True)
         ]
         dbiases = [dy.sum((0, 1)) if has else None for dy, has in zip(dys_BTF, has_bias, strict=True)]
         return None if summing is None else summing.wait(), None, None, *dweights, *dbiases
@@ -445,8 +446,9 @@ class _RowProduct(torch.autograd.Function):
         if ctx.axis.token_shards:
             dy_BTD = ctx.axis.start_gather(dy_BTD).wait()
         wanted, trained, has_also, *_ = ctx.needs_input_grad
-        dweight = matmul.weight_gradient_or_defer(ctx.weight, dy_BTD, x_BTF, recipe=ctx.recipe) if trained else None
-        dx_BTF = matmul.input_gradient(dy_BTD, weight_DF, recipe=ctx.recipe) if wanted else None
+        recipe = matmul.of_backward(ctx.recipe)
+        dweight = matmul.weight_gradient_or_defer(ctx.weight, dy_BTD, x_BTF, recipe=recipe) if trained else None
+        dx_BTF = matmul.input_gradient(dy_BTD, weight_DF, recipe=recipe) if wanted else None
         return dx_BTF, dweight, dy_BTD if has_also else None, None, None, None
 
 

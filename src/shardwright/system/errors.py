@@ -47,6 +47,8 @@ _USER = re.compile(r"""(?<=\w)(://?)(?:[^\s"'/@:]*|[^\s"'/@:]*:[^\s"']*)@""")
 """The user and the password of a URL, also after the URL became a path with one slash: `s3:/KEY:SECRET@bucket`."""
 _LONG_ENOUGH = 6
 """Characters from which on a repeated secret is masked. A shorter one, such as `git`, may be a part of another word."""
+_AS_A_TOKEN = 16
+"""Characters from which on a user without a password is masked where it is repeated: names of users are shorter."""
 _SECRET_NAMES = "token|secret|password|passwd|signature|credential|key|sig|auth"
 _TOKEN = re.compile(rf"""([?&][\w.-]*(?:{_SECRET_NAMES})[\w.-]*=)[^\s"'&#]+""", re.IGNORECASE)
 
@@ -54,15 +56,16 @@ _TOKEN = re.compile(rf"""([?&][\w.-]*(?:{_SECRET_NAMES})[\w.-]*=)[^\s"'&#]+""", 
 def without_secrets(text: str) -> str:
     """Return a text with the user, password and tokens of URLs masked as `***`: `s3://***@bucket/run`. A user and
     password are also masked where the text repeats them without their URL, as errors of libraries do: both together
-    and the password alone."""
+    and the password alone, or a user without a password that is as long as a token."""
     if ":/" not in text:
         return text
     users = {each[0].removeprefix(each[1]) for each in _USER.finditer(text)} - {"@"}
     text = _USER.sub(rf"\1{MASK}@", text)
     for user in sorted(users, key=len, reverse=True):
         text = text.replace(user, f"{MASK}@")
-        for part in (user[:-1], user[:-1].partition(":")[2]):
-            if len(part) >= _LONG_ENOUGH:
+        both, password = user[:-1], user[:-1].partition(":")[2]
+        for part, least in ((both, _LONG_ENOUGH if password else _AS_A_TOKEN), (password, _LONG_ENOUGH)):
+            if len(part) >= least:
                 text = text.replace(part, MASK)
     return _TOKEN.sub(rf"\1{MASK}", text)
 
@@ -211,7 +214,7 @@ def _argument_problems(
         yield f"{name}: {' and '.join(missing)} {are} missing; it takes {', '.join(names)}"
     kinds = {each.name: each.annotation for each in taken}
     for key, value in {**dict(zip(by_place, args[n_self:], strict=False)), **kwargs}.items():
-        if key in kinds and not _is_of_type(value, kinds[key]):
+        if key in kinds and kinds[key] is not inspect.Parameter.empty and not _is_of_type(value, kinds[key]):
             needed = re.sub(r"\b\w+\.", "", inspect.formatannotation(kinds[key]))
             yield f"{name}: {key}={value!r} is of type {type(value).__name__}; {needed} is needed"
 

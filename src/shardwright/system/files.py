@@ -222,9 +222,9 @@ def problem_above(path: Path) -> str | None:
     if (problem := url_problem(path)) is not None:
         return problem
     for parent in path.absolute().parents:
-        if parent.is_dir():
-            return None
         if os.path.lexists(parent):
+            if parent.is_dir():  # in this order: another rank may make the folder in between
+                return None
             return f"{path} cannot be written: {parent} is a file and no folder; choose another place"
     return None
 

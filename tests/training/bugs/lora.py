@@ -246,7 +246,7 @@ RECOMPUTATION: dict[str, AnyBug] = {
     "the matmul that the recomputation skips lacks its adapter": Bug(
         Mutation(
             f"{TENSOR}:RowLinear.forward",
-            "_row_product(x_BTF, weight, also_BTD, self.axis, self.recipe)",
+            "_row_product(x_BTF, weight, also_BTD, self.axis, recipe)",
             "_row_product(x_BTF, weight, None, self.axis, self.recipe)",
         ),
         [TP.changed(recompute="full")],

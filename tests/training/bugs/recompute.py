@@ -50,7 +50,7 @@ RECOMPUTATION: dict[str, AnyBug] = {
     "the matmul that the recomputation skips is not summed over tp": Bug(
         Mutation(
             f"{TENSOR}:RowLinear.forward",
-            "_row_product(x_BTF, weight, also_BTD, self.axis, self.recipe)",
+            "_row_product(x_BTF, weight, also_BTD, self.axis, recipe)",
             "matmul.forward(x_BTF, weight)",
         ),
         [TP.changed(recompute="full")],
