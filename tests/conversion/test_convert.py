@@ -1,3 +1,4 @@
+import json
 import os
 import pickle
 import re
@@ -92,6 +93,19 @@ def test_a_checkpoint_that_is_converted_there_and_back_has_the_same_bits(
             assert torch.equal(back[name], value), name
         else:  # a learning rate is computed by two formulas
             assert back[name] == (pytest.approx(value, rel=1e-15) if isinstance(value, float) else value), name
+
+
+def test_weights_of_another_model_than_the_run_files_are_refused(
+    two_ranks: tuple[Path, dict[int, float]], ragged_tokens: Path, tmp_path: Path
+) -> None:
+    run_file = write_run_file(tmp_path, ragged_tokens)
+    convert(two_ranks[0], tmp_path / "hf", "hf", run=run_file)
+    convert(tmp_path / "hf", tmp_path / "same", "shardwright", run=run_file)
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    (tmp_path / "hf/config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    with pytest.raises(CheckpointError, match=r"of another model: norm_eps=0\.5, and the run file has"):
+        convert(tmp_path / "hf", tmp_path / "other", "shardwright", run=run_file)
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.prove

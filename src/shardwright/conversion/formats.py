@@ -16,7 +16,7 @@ from shardwright.conversion.megatron import MegatronFolder
 from shardwright.conversion.megatron import step_folder as megatron_step_folder
 from shardwright.conversion.megatron_writer import write_megatron_state
 from shardwright.conversion.names import MEGATRON, TORCHTITAN, TRANSFORMERS, named_tensors_of
-from shardwright.conversion.own import read_own_state, write_own_state
+from shardwright.conversion.own import other_model, read_own_state, write_own_state
 from shardwright.conversion.prove import compare
 from shardwright.conversion.state import TrainingState
 from shardwright.hugging_face.files import CONFIG, is_folder_of_transformers
@@ -161,6 +161,8 @@ def _write_dcp(naming: str) -> Callable[[TrainingState, Path, RunConfig | None],
 
 def _write_own(state: TrainingState, out: Path, config: RunConfig | None) -> list[str]:
     if state.step is None:
+        if config and (problems := [*other_model(state, replace(config.spec(), lora=None))]):
+            raise CheckpointError(*(f"{state.weights.path}: {problem}" for problem in problems))
         write_weights_folder(state.weights, state.weights.path, out)
         return []
     if config is None:

@@ -22,6 +22,7 @@ from shardwright.hugging_face.files import said_shortly
 from shardwright.hugging_face.writer import TensorToWrite
 from shardwright.model.modules import row_of, rows
 from shardwright.model.saved import differences, spec_as_json
+from shardwright.model.spec import ModelSpec
 from shardwright.runs.folder import CHECKPOINTS, RUN_FILE, published
 from shardwright.system.errors import CheckpointError
 from shardwright.system.units import in_groups
@@ -143,14 +144,19 @@ def write_own_state(state: TrainingState, out: Path, config: RunConfig) -> list[
     return remarks
 
 
+def other_model(state: TrainingState, spec: ModelSpec) -> Iterator[str]:
+    """Yield the fields in which the model of a run file differs from the model of a training state."""
+    for key, there, here in differences(state.spec, spec):
+        yield f"it is of another model: {key}={there!r}, and the run file has {here!r}"
+
+
 def _misfits(state: TrainingState, config: RunConfig) -> Iterator[str]:
     """Yield why a run cannot continue from a training state, each with the key of the run file to set."""
     spec, section = config.spec(), config.optimizer
     if spec.lora is not None:
         yield f"it has no adapters, and the run file has lora.rank={spec.lora.rank}; leave [lora] out"
         return
-    for key, there, here in differences(state.spec, spec):
-        yield f"it is of another model: {key}={there!r}, and the run file has {here!r}"
+    yield from other_model(state, spec)
     if config.average.kind != "none":
         yield f"it has no average of the weights, and the run file has average.kind={config.average.kind!r}; set 'none'"
     if section.name != "adamw":
