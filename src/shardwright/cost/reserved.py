@@ -109,7 +109,7 @@ class PairedBytes:
             mine = np.flatnonzero(number == m)
             counts = pipeline.merged_moments(job, states_of, int(self.microbatches[m])).counts_of(ranks)
             (own, of_own), (theirs, of_theirs) = numbered(states[mine]), numbered(passes[mine])
-            of_step = self._of_step(states_of.take(states[mine]), passes_of.take(passes[mine]), counts)
+            of_step = self._of_step(states_of, passes_of, states[mine], passes[mine], counts)
             lasts, passing = (
                 np.ascontiguousarray(np.moveaxis(stage_bytes.sizes_of(each, counts), 2, 0))
                 for each in (sharded[lasting[own]], parts[rows[theirs]])
@@ -120,31 +120,45 @@ class PairedBytes:
                 state, one = states[mine[some]], passes[mine[some]]
                 moving = lasts.take(of_own[some], axis=1)
                 moving += passing.take(of_theirs[some], axis=1)
-                if of_step is not None:
-                    moving += of_step[:, some]
+                for moment, of_ranks, n_bytes in of_step:
+                    moving[moment] += np.multiply.outer(n_bytes[some], of_ranks)
                 whole = np.maximum(always[state] + moving.max(0), update[state]) + beside[one]
                 if apart is not None:
                     whole += apart.in_passing(state, one)
                 found[mine[some]] = whole.max(1)
         return found
 
-    def _of_step(self, states_of: Candidates, passes_of: Candidates, counts_Rkc: Floats) -> Floats | None:
-        """Return the gradients of embedding and tied head that `_of_microbatches` leaves out, (k, n, ranks), of n
-        layouts, each of degrees in `states_of` and a micro-batch in `passes_of`; None if there are none."""
+    def _of_step(
+        self, states_of: Candidates, passes_of: Candidates, states: Ints, passes: Ints, counts_Rkc: Floats
+    ) -> list[tuple[int, Floats, Floats]]:
+        """Return the gradients of embedding and tied head that `_of_microbatches` leaves out: the number of a moment,
+        how often each rank has them then, (R,), and their bytes, (n,). They depend on the degrees of a layout and on
+        whether a step has 1, 2 or more micro-batches."""
         job, stages = self.job, self.stages
-        counts = counts_Rkc[:, :, -len(pipeline.ACTIONS) :]
-        if job.stack.keeps_gradients or not counts[:, :, pipeline.EMBEDDING].any():
-            return None
-        candidates = replace(states_of, micro_batch=passes_of.micro_batch, recompute=passes_of.recompute)
-        held = memory.StepMemory(job, candidates).held
-        of_embedding = embedding_gradient(job, candidates, stages, held)
-        of_head = tied_gradient(job, candidates, stages, held)
-        backward = counts[:, :, pipeline.BACKWARD] + counts[:, :, pipeline.BACKWARD_LAST]
-        sums = (
-            np.multiply.outer(each.T, n_bytes)
-            for each, n_bytes in ((counts[:, :, pipeline.EMBEDDING], of_embedding), (backward, of_head))
+        counts = np.moveaxis(counts_Rkc[:, :, -len(pipeline.ACTIONS) :], 2, 0)
+        if job.stack.keeps_gradients or not counts[pipeline.EMBEDDING].any():
+            return []
+        shared, splits = others(states_of, NOT_OF_STATES), states_of.kind.splits_backward
+        table = self.memo.table(OF_STATES, "gradients of the ends", stages.key, splits, shared)
+
+        def compute(new: Candidates) -> dict[str, Floats]:
+            held, by_number = memory.StepMemory(job, new).held, [np.full(len(new), m) for m in (1, 2, 3)]
+            return {
+                name: np.stack([bytes_of(job, new, stages, held, m) for m in by_number], axis=1)
+                for name, bytes_of in (("embedding", embedding_gradient), ("head", tied_gradient))
+            }
+
+        at = (
+            table.rows(states_of, compute)[states],
+            (np.minimum(passes_of.microbatches(job.global_batch), 3) - 1)[passes],
         )
-        return np.moveaxis(sum(sums, np.zeros(1)), 2, 1)
+        backward = counts[pipeline.BACKWARD] + counts[pipeline.BACKWARD_LAST]
+        return [
+            (moment, of_ranks[:, moment], n_bytes)
+            for name, of_ranks in (("embedding", counts[pipeline.EMBEDDING]), ("head", backward))
+            if (n_bytes := table.values[name][at]).any()
+            for moment in np.flatnonzero(of_ranks.any(0)).tolist()
+        ]
 
     def _of_microbatches(self, candidates: Candidates, ranks: Ints) -> tuple[Floats, Ints]:
         """Return a table of the parts of a micro-batch on some ranks of pp, (u, ranks, c), and each candidate's row."""

@@ -106,7 +106,8 @@ def microbatch_bytes(
         _note_stages(stages, kept, around, layers)
     embedding = zeros.copy()
     if not of_any_step:
-        embedding[:, 0] = states.embedding_gradient(job, candidates, stages, held)
+        microbatches = candidates.microbatches(job.global_batch)
+        embedding[:, 0] = states.embedding_gradient(job, candidates, stages, held, microbatches)
     last_norm = zeros.copy()
     if not candidates.kind.splits_backward:  # else W reads it
         last_norm[:, -1] = around.last

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from shardwright.cost import compression, ledger, parameters
 from shardwright.cost.compression import waits_for_replicas
 from shardwright.cost.data_parallel import again_ranks
-from shardwright.cost.job import Candidates, Floats, Job
+from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.ledger import Formulas
 from shardwright.cost.parameters import Parameters
 from shardwright.cost.pipeline import Stages
@@ -341,19 +341,22 @@ def moving_gradients(
     return np.where(shared, found, own[:, None])
 
 
-def tied_gradient(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> Floats:
+def tied_gradient(job: Job, candidates: Candidates, stages: Stages, held: Parameters, microbatches: Ints) -> Floats:
     """Return the bytes by which `moving_gradients` of candidates exceeds the least of any step, (n,). They are of more
-    than one rank."""
+    than one rank. `microbatches`, (n,): of a step."""
     stack, n_bytes = job.stack, weight_gradient_bytes(job)
     if stack.keeps_gradients or not _is_tied(job, stages) or candidates.shared.offload_activations != "none":
         return np.zeros(len(candidates))
-    absent = (candidates.microbatches(job.global_batch) == 1) & ~keeps_gradients(job, candidates)
+    absent = (microbatches == 1) & ~keeps_gradients(job, candidates)
     above_least = n_bytes - absent * stack.gradient_bytes - min(0.0, n_bytes - stack.gradient_bytes)
     return np.where(shares_gradients(job, candidates), 0.0, held.trained.head * above_least)
 
 
-def embedding_gradient(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> Floats:
-    """Return the bytes that the gradient of the embedding adds before it is accumulated, (n,).
+def embedding_gradient(
+    job: Job, candidates: Candidates, stages: Stages, held: Parameters, microbatches: Ints
+) -> Floats:
+    """Return the bytes that the gradient of the embedding adds before it is accumulated, (n,). `microbatches`, (n,): of
+    a step; from 3 on the result is the same.
 
     If the head of the same stage is tied to it, autograd has kept the gradient of the head and adds both into a third
     tensor. FSDP is reducing the gradients of a layer, and has freed the weights of layers in the last micro-batch. The
@@ -363,7 +366,7 @@ def embedding_gradient(job: Job, candidates: Candidates, stages: Stages, held: P
     stack, once = job.stack, job.stack.gradient_bytes * (1 - keeps_gradients(job, candidates))
     if stack.keeps_gradients:
         return np.zeros(len(candidates))
-    m, shared = candidates.microbatches(job.global_batch), shares_gradients(job, candidates)
+    m, shared = microbatches, shares_gradients(job, candidates)
     late = (candidates.zero == 1) & (candidates.shards > 1)
     absent = np.where(m == 1, 1 / np.where(shared | late, candidates.shards, 1), 0.0)
     absent = np.where(m == 2, late + (shared & (candidates.zero == 2)) / candidates.shards, absent)
