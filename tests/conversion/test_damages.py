@@ -27,7 +27,7 @@ MOST = 60
 
 def is_seen(kind: str, damage: Damage) -> bool:
     """Return whether files have what shows a damage. Hugging Face's have no check sums, and the files of ranks do not
-    name their rank or parameters, so a file in the place of another with the same shapes has plausible values."""
+    name their rank or parameters, so a file replaced by another with the same shapes has plausible values."""
     return kind != "hf" and (kind in ("shardwright", "universal") or REPLACED not in damage[0])
 
 

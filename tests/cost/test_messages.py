@@ -106,7 +106,7 @@ def test_collectives_on_token_shards_copy_the_tensor_where_tokens_are_not_the_fi
     )
     fused = replace(in_pieces, speed=replace(in_pieces.speed, copies_tokens=False))
     backward = [over_tp(of_layer(on_plain_links(each), tp=2))[1] for each in (in_pieces, fused)]
-    # The sums of gradients are neither cut into pieces nor beside the weight gradients: 0.8 of them is added, too.
+    # The sums of gradients are neither cut into pieces nor next to the weight gradients: 0.8 of them is added, too.
     assert backward[0] - backward[1] == pytest.approx(2 * once + 0.8 * 2 * ONE_S)
 
 

@@ -78,7 +78,7 @@ class LayoutKey:
         """Return the rule that a value breaks regardless of other keys, or None. `also`: additional valid values."""
         if value in also:
             return None
-        if value is None and (self.derived or self.default is None):
+        if self._is_unset(value):
             return None
         if self.members is not None:
             return _members_problem(value, self.members())
@@ -99,9 +99,11 @@ class LayoutKey:
 
     def number_problem(self, value: Any) -> str | None:
         """Return the rule that a value breaks which is no number, for a key that is one; else None."""
-        unset = value is None and (self.derived or self.default is None)
-        number = self.type in (int, int | None) and not unset
+        number = self.type in (int, int | None) and not self._is_unset(value)
         return "a whole number is needed" if number and type(value) is not int else None
+
+    def _is_unset(self, value: Any) -> bool:
+        return value is None and (self.derived is not None or self.default is None)
 
     def searched(self, layout: Any) -> Sequence[Any]:
         """Return the values that the planner tries instead of the layout's own value."""

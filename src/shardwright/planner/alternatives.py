@@ -21,14 +21,17 @@ SIDES = (
     *(name for name in _SIDES if name not in (*COLUMNS, "pp")),
 )
 """Choices whose runner-up (the best layout with another value) is shown: numbers first, then words."""
-AS_FAST = "as fast"
 SHOWN = 0.0005
 """Relative difference of step times below which a row would show +0.0 %."""
 
 
 def slower_in_words(slower: float) -> str:
     """Return a relative difference of step times as text: `+38.0%`, or `as fast` within rounding."""
-    return AS_FAST if abs(slower) < SHOWN else f"{slower:+.1%}"
+    return "as fast" if _rounds_to_zero(slower) else f"{slower:+.1%}"
+
+
+def _rounds_to_zero(slower: float) -> bool:
+    return abs(slower) < SHOWN
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Alternative:
     def as_fast(self, best: PricedLayout) -> bool:
         """Return whether its step is as fast as the best layout's in the digits that are shown."""
         slower = self.slower(best)
-        return slower is not None and slower_in_words(slower) == AS_FAST
+        return slower is not None and _rounds_to_zero(slower)
 
     def slower(self, best: PricedLayout) -> float | None:
         """Return the step time relative to the best layout's, less 1; None if no layout of the kind fits."""
