@@ -18,11 +18,12 @@ import pytest
 from tokenizers import Tokenizer
 
 from shardwright.data import prepare as module
+from tests.arcee_model import arcee_model
 from tests.test_docs import PAGES, ROOT, blocks, name_of
 
 ELSEWHERE = re.compile(
     r"\b(make|sbatch|squeue|scontrol|srun|node\d|hf:|pytest|overhead\.py|plan_local\.py|gpu\.py|pip install|nccl-tests"
-    r"|shardwright explore(?! --static)|mpirun|nvidia-smi|all_reduce_perf|git clone|source|shardwright\.lm_eval)\b"
+    r"|shardwright explore(?! --static)|mpirun|aws|nvidia-smi|all_reduce_perf|git clone|source|shardwright\.lm_eval)\b"
     r"|#SBATCH|--install-completion"
 )
 TIMEOUT_S = 900
@@ -61,6 +62,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save(str(folder / "mine.json"))
     for path in (ROOT / "tests" / "extend").glob("[!_t]*.*"):
         shutil.copyfile(path, folder / path.name)
+    arcee_model().save_pretrained(folder / "afm")
     return folder
 
 

@@ -23,6 +23,7 @@ from shardwright.optimizers import OPTIMIZERS
 from shardwright.schedule import registry as schedules
 from shardwright.system import extensions
 from shardwright.training.weights import fill, open_weights
+from tests.arcee_model import arcee_model
 from tests.marks import prove, rest_prove
 
 HERE = Path(__file__).parent
@@ -91,14 +92,9 @@ def test_a_schedule_of_ones_own_is_built_checked_and_drawn(tmp_path: Path):
 
 
 def test_an_architecture_of_ones_own_comes_in_and_goes_out(tmp_path: Path):
-    transformers = pytest.importorskip("transformers")
     from safetensors.torch import load_file
 
-    ids = {"bos_token_id": 1, "eos_token_id": 2}
-    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    config = transformers.ArceeConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=0.03, **ids)
-    torch.manual_seed(0)
-    model = transformers.ArceeForCausalLM(config)
+    model = arcee_model()
     model.save_pretrained(tmp_path / "hf")
     said = shardwright("import", tmp_path / "hf", "--out", tmp_path / "weights", exit_code=2)
     assert "model_type='arcee' is not supported" in said
