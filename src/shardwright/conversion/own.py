@@ -31,7 +31,7 @@ from shardwright.training.checkpoint.manifest import (
     TrainingProgress,
     sha256_of_text,
 )
-from shardwright.training.checkpoint.plan import CheckpointPlan, TensorPiece
+from shardwright.training.checkpoint.plan import TensorPiece
 from shardwright.training.checkpoint.shards import tensor_records, write_shards
 from shardwright.training.checkpoint.storage import name_of
 from shardwright.training.device import DTYPES
@@ -132,7 +132,7 @@ def write_own_state(state: TrainingState, out: Path, config: RunConfig) -> list[
         model=spec_as_json(state.spec),
         data=sources.described(stages),
         world_size=1,
-        tensors=tensor_records(CheckpointPlan(list(pieces), wholes), records),
+        tensors=tensor_records(wholes, records),
         files={RUN_FILE: sha256_of_text(text)},
     ).write(out)
     return remarks

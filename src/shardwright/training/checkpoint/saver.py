@@ -293,7 +293,7 @@ class Saver:
 
     def _texts(self, save: _CheckpointInProgress, plan: CheckpointPlan, shards: ShardRecords) -> list[str]:
         """Return the manifest and the run file of a checkpoint. `shards`: the records of the shards of all ranks."""
-        records = tensor_records(plan, shards)
+        records = tensor_records(plan.tensors, shards)
         return [dataclasses.replace(save.head, tensors=records).text(), save.run_toml]
 
     def _together(self, partial: Path, act: Callable[[], None], rank: int | None = None) -> None:
