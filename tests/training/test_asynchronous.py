@@ -48,9 +48,9 @@ def save_both_ways(folder: Path, mutations: Sequence[Mutation] = ()) -> str | No
         guard: Any = types.SimpleNamespace(state=SpikeState([1.0], [2.0]))
         go, write = threading.Event(), saver_module.write_shards
 
-        def later(*arguments: Any) -> None:
+        def later(*arguments: Any) -> Any:
             assert go.wait(60)
-            write(*arguments)
+            return write(*arguments)
 
         progress, store = TrainingProgress(1, 12, SEED), CheckpointStore(folder / "beside", keep_last=9)
         trainer.spikes = guard
@@ -208,11 +208,11 @@ def fails_once(step: int, times: int, rank: int) -> None:
     write, failed = shards.write_shards, []
     background.RETRY_AFTER_S = 0.01
 
-    def fail_or_write(folder: Path, *arguments: Any) -> None:
+    def fail_or_write(folder: Path, *arguments: Any) -> Any:
         if rank == 1 and folder.name.startswith(f"step-{step:08d}") and len(failed) < times:
             failed.append(folder)
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        write(folder, *arguments)
+        return write(folder, *arguments)
 
     saver.write_shards = fail_or_write
 

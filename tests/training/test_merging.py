@@ -86,8 +86,8 @@ WRITE = "shardwright.training.importing:write_weights_folder"
         (READ, "torch.float64", "torch.bfloat16"),
         (
             WRITE,
-            "weights.read(name, block.offsets, entry.shape)",
-            "weights.read(name, (0, 0)[: len(entry.shape)], entry.shape)",
+            "weights.read(name, piece.offsets, piece.entry.shape)",
+            "weights.read(name, (0, 0)[: len(piece.entry.shape)], piece.entry.shape)",
         ),
     ],
     ids=["equal shares", "one source", "sums in 16 bits", "the first block again"],

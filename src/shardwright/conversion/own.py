@@ -1,7 +1,6 @@
 """Training states in Shardwright's checkpoints."""
 
 import math
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -32,10 +31,9 @@ from shardwright.training.checkpoint.manifest import (
     TrainingProgress,
     sha256_of_text,
 )
-from shardwright.training.checkpoint.plan import CheckpointPlan, TensorPiece
-from shardwright.training.checkpoint.shards import records_of, tensor_records, write_shards
+from shardwright.training.checkpoint.plan import TensorPiece
+from shardwright.training.checkpoint.shards import tensor_records, write_shards
 from shardwright.training.checkpoint.storage import name_of
-from shardwright.training.checkpoint.store import WRITTEN
 from shardwright.training.device import DTYPES
 from shardwright.training.importing import FILE_BYTES, row_blocks
 from shardwright.training.kept import kept_run_file
@@ -116,18 +114,14 @@ def write_own_state(state: TrainingState, out: Path, config: RunConfig) -> list[
             return torch.tensor(float(state.step or 0))
         return tensors[prefix].read(name, piece.offsets, piece.entry.shape)
 
-    (out / WRITTEN).mkdir()
     files = list(in_groups(list(pieces), lambda piece: piece.entry.n_bytes, FILE_BYTES))
-    for number, inside in enumerate(files):
-        write_shards(out, number, inside, take)
+    records = [record for number, inside in enumerate(files) for record in write_shards(out, number, inside, take)]
     wholes = {
         f"{prefix}{name}": (shape, each.dtypes[name])
         for prefix, each in tensors.items()
         for name, shape in each.shapes.items()
     }
     wholes |= {piece.name: ((), "float32") for piece, (prefix, _) in pieces.items() if prefix == STEP}
-    records = [record for number in range(len(files)) for record in records_of(out, number)]
-    shutil.rmtree(out / WRITTEN)
     text = kept_run_file(config)
     (out / RUN_FILE).write_text(text, encoding="utf-8")
     sources = Sources(config)
@@ -138,7 +132,7 @@ def write_own_state(state: TrainingState, out: Path, config: RunConfig) -> list[
         model=spec_as_json(state.spec),
         data=sources.described(stages),
         world_size=1,
-        tensors=tensor_records(CheckpointPlan(list(pieces), wholes), records),
+        tensors=tensor_records(wholes, records),
         files={RUN_FILE: sha256_of_text(text)},
     ).write(out)
     return remarks

@@ -259,33 +259,42 @@ def _write(
         return written
 
     def make_room() -> None:
-        """Wait until the next shard has room, which ends at twice its tokens."""
+        """Wait until the next shard has room."""
         if begun is not None and keep_gib is not None:
             token_bytes = np.dtype(token_dtype(tokenizer)).itemsize + (chat is not None)
-            shard_bytes = 2 * of_shards["shard_tokens"] * token_bytes
-            if keep_gib * GiB < shard_bytes:
-                raise DataError(
-                    f"--keep-gib={keep_gib:g} is {format_bytes(keep_gib * GiB)}, and a shard of up to 2 x "
-                    f"--shard-tokens={of_shards['shard_tokens']:,} with {counted(token_bytes, 'byte')} a token has "
-                    f"{format_bytes(shard_bytes)}; raise it to {6 * shard_bytes / GiB:.3g} or more, for a run that "
-                    f"reads several"
-                )
+            shard_bytes = _largest_shard_bytes(of_shards["shard_tokens"], token_bytes, keep_gib)
             begun.make_room(
                 shard_bytes, int(keep_gib * GiB), lambda: report("room", meter, writer.n_documents, writer.n_tokens)
             )
 
     make_room()
-
     writer.write(
         corpus.sections(meter, tokenizer),
         functools.partial(report, "tokens", meter),
         None if begun is None else write_manifest,
     )
     if not writer.n_documents:
-        n_left_out = meter.n_skipped + meter.n_bad
-        left_out = f" ({counted(n_left_out, 'document')} skipped; the first: {meter.skipped[0]})" if n_left_out else ""
-        raise DataError(f"{corpus.source}: there is no text in it{left_out}")
+        raise DataError(f"{corpus.source}: there is no text in it{_left_out(meter)}")
     return write_manifest(writer.entries(), None)
+
+
+def _left_out(meter: Meter) -> str:
+    """Return the end of a sentence about the documents that were skipped, if there are any."""
+    n = meter.n_skipped + meter.n_bad
+    return f" ({counted(n, 'document')} skipped; the first: {meter.skipped[0]})" if n else ""
+
+
+def _largest_shard_bytes(shard_tokens: int, token_bytes: int, keep_gib: float) -> int:
+    """Return the size of a shard that ends at twice its tokens. Raises DataError if `keep_gib` is less."""
+    shard_bytes = 2 * shard_tokens * token_bytes
+    if keep_gib * GiB < shard_bytes:
+        raise DataError(
+            f"--keep-gib={keep_gib:g} is {format_bytes(keep_gib * GiB)}, and a shard of up to 2 x "
+            f"--shard-tokens={shard_tokens:,} with {counted(token_bytes, 'byte')} a token has "
+            f"{format_bytes(shard_bytes)}; raise it to {6 * shard_bytes / GiB:.3g} or more, for a run that "
+            f"reads several"
+        )
+    return shard_bytes
 
 
 def _check(validation: float, **least_1: int) -> None:

@@ -25,6 +25,7 @@ from shardwright.hugging_face.files import CONFIG, token_ids, write_token_ids
 from shardwright.hugging_face.table import FileTensor, file_tensors
 from shardwright.hugging_face.writer import write_weights
 from shardwright.model.modules import rows
+from shardwright.model.spec import ModelSpec
 from shardwright.report.words import learning_rate_in_words
 from shardwright.runs.folder import METRICS, RUN_FILE, run_of_checkpoint
 from shardwright.runs.records import EvaluationRecord, TrainRecord, read_metrics
@@ -89,19 +90,7 @@ def export(
     if max_shard_bytes < 1:
         problems.append(f"--max-shard-size of {max_shard_bytes} bytes: 1 or more is needed")
     try:
-        weights = open_weights(source) if isinstance(source, str | Path) else source
-        if average and weights.spec.lora is not None:
-            raise CheckpointError(f"{weights.path} has adapters, whose average cannot be written; leave --average out")
-        weights = AveragedWeights(weights) if average else weights
-        if isinstance(weights, AdaptedWeights):
-            if not merge:
-                raise CheckpointError(
-                    f"{weights.path} has adapters; give --adapter to write them alone, or --merge to write the base "
-                    f"with them merged into it"
-                )
-            weights = BaseWithAdapters(weights)
-        elif merge:
-            raise CheckpointError(f"{weights.path} has no adapters to merge; leave --merge out")
+        weights = _weights_to_write(source, average, merge)
         written = architecture_of(weights.spec, architecture)
     except InputError as error:
         raise (InputError(*problems, *error.problems) if problems else error) from None
@@ -129,13 +118,35 @@ def export(
             raise InputError(*(f"{problem}; {way_out}" for problem in not_finite))
         remarks += not_finite
         (fresh / "README.md").write_text(model_card(weights, written, main), encoding="utf-8")
-    if weights.spec.moe is not None and weights.spec.moe.capacity_factor:
-        remarks.append("in transformers no token is dropped; here tokens beyond moe.capacity_factor are")
-    if weights.spec.mtp_modules and not written.module:
-        remarks.append(
-            f"modules of multi-token prediction are left out: the files of {written.class_name} have no place for them"
-        )
-    return ExportResult(written, main, n_bytes, tuple(remarks))
+    return ExportResult(written, main, n_bytes, (*remarks, *_differences(written, weights.spec)))
+
+
+def _differences(written: Architecture, spec: ModelSpec) -> Iterator[str]:
+    """Yield remarks on how the model in transformers differs from the trained model."""
+    if spec.moe is not None and spec.moe.capacity_factor:
+        yield "in transformers no token is dropped; here tokens beyond moe.capacity_factor are"
+    if spec.mtp_modules and not written.module:
+        what = "modules of multi-token prediction are left out"
+        yield f"{what}: the files of {written.class_name} have no place for them"
+
+
+def _weights_to_write(source: str | Path | Weights, average: bool, merge: bool) -> Weights:
+    """Return the weights of `source`, their average, or the base with its adapters merged into it. Raises
+    CheckpointError if they do not exist."""
+    weights = open_weights(source) if isinstance(source, str | Path) else source
+    if average and weights.spec.lora is not None:
+        raise CheckpointError(f"{weights.path} has adapters, whose average cannot be written; leave --average out")
+    weights = AveragedWeights(weights) if average else weights
+    if isinstance(weights, AdaptedWeights):
+        if not merge:
+            raise CheckpointError(
+                f"{weights.path} has adapters; give --adapter to write them alone, or --merge to write the base "
+                f"with them merged into it"
+            )
+        return BaseWithAdapters(weights)
+    if merge:
+        raise CheckpointError(f"{weights.path} has no adapters to merge; leave --merge out")
+    return weights
 
 
 def _types(tensors: list[FileTensor], weights: Weights, dtype: str | None) -> dict[str, str]:

@@ -17,7 +17,8 @@ from torch import Tensor
 from shardwright.config import as_toml, table_of
 from shardwright.hugging_face.files import GENERATION, TOKENIZER_FILES, token_ids, write_token_ids
 from shardwright.hugging_face.reader import HuggingFaceWeights, open_weights
-from shardwright.hugging_face.writer import TensorToWrite, write_safetensors
+from shardwright.hugging_face.writer import TensorToWrite
+from shardwright.model.spec import ModelSpec
 from shardwright.runs.folder import MODEL_FILE
 from shardwright.system.errors import CheckpointError, InputError
 from shardwright.system.files import LONGEST_TOKENIZER, find_inside, new_folder, read_bytes
@@ -26,13 +27,12 @@ from shardwright.training.checkpoint.manifest import (
     BaseRecord,
     CheckpointManifest,
     ShardRecord,
-    TensorRecord,
     TrainingProgress,
     key_of,
     sha256_of_text,
 )
 from shardwright.training.checkpoint.plan import TensorPiece
-from shardwright.training.checkpoint.storage import xxh3_128_of
+from shardwright.training.checkpoint.shards import tensor_records, write_pieces
 from shardwright.training.weights import MODEL, Weights, count_not_finite, not_finite_in_words
 
 BLOCK_BYTES = GiB // 4
@@ -66,28 +66,19 @@ def write_weights_folder(
     default the files next to the weights are copied. `verb`: of the command, for a comment in model.toml. `base`: the
     weights that these adapters are for."""
     not_finite: dict[str, int] = defaultdict(int)
+
+    def take(piece: TensorPiece) -> Tensor:
+        name = piece.name.removeprefix(MODEL)
+        tensor = weights.read(name, piece.offsets, piece.entry.shape)
+        not_finite[name] += count_not_finite(tensor)
+        return tensor
+
     with new_folder(out, is_free, CheckpointError) as fresh:
-        blocks = [
-            piece
-            for name, shape in sorted(weights.shapes.items())
-            for piece in row_blocks(MODEL + name, weights.dtypes[name], shape)
-        ]
-        records: dict[str, list[ShardRecord]] = defaultdict(list)
-        by_key = {block.entry.name: block for block in blocks}
-        files = in_groups([block.entry for block in blocks], lambda entry: entry.n_bytes, FILE_BYTES)
-        for number, entries in enumerate(files, start=1):
-            file = f"weights-{number:05d}.safetensors"
-
-            def make(entry: TensorToWrite, file: str = file) -> Tensor:
-                block = by_key[entry.name]
-                name = block.name.removeprefix(MODEL)
-                tensor = weights.read(name, block.offsets, entry.shape).contiguous()
-                record = ShardRecord(block.offsets, entry.shape, file, xxh3_128_of(tensor))
-                records[name].append(record)
-                not_finite[name] += count_not_finite(tensor)
-                return tensor
-
-            write_safetensors(fresh / file, entries, make)
+        wholes = {MODEL + name: (shape, weights.dtypes[name]) for name, shape in sorted(weights.shapes.items())}
+        pieces = [piece for name, (shape, dtype) in wholes.items() for piece in row_blocks(name, dtype, shape)]
+        records: list[tuple[str, ShardRecord]] = []
+        for number, inside in enumerate(in_groups(pieces, lambda piece: piece.entry.n_bytes, FILE_BYTES), start=1):
+            records += write_pieces(fresh / f"weights-{number:05d}.safetensors", inside, take)
         if problems := [
             f"{not_finite_in_words(source, n, prod(weights.shapes[name]), name)}; the weights are damaged, or were "
             f"saved in a type that does not hold them"
@@ -95,26 +86,28 @@ def write_weights_folder(
             if n
         ]:
             raise InputError(*problems)
-        sizes = table_of(weights.spec)
-        lora = sizes.pop("lora", {})
-        lines = [f"{key} = {as_toml(value)}" for key, value in sizes.items()]
-        lines += ["", "[lora]", *(f"{key} = {as_toml(value)}" for key, value in lora.items())] if lora else []
-        text = "\n".join([f"# written by `shardwright {verb} {source}`", "[model]", *lines]) + "\n"
+        text = f"# written by `shardwright {verb} {source}`\n{_model_section(weights.spec)}"
         (fresh / MODEL_FILE).write_text(text, encoding="utf-8")
         manifest = CheckpointManifest(
             progress=TrainingProgress(step=0, samples=0, seed=0),
             model=table_of(weights.spec),
             data=None,
             world_size=1,
-            tensors={
-                MODEL + name: TensorRecord(weights.shapes[name], weights.dtypes[name], tuple(shards))
-                for name, shards in sorted(records.items())
-            },
+            tensors=tensor_records(wholes, records),
             files={MODEL_FILE: sha256_of_text(text)},
             base=base,
         )
         write_token_ids(fresh, (add_tokenizer or partial(_add_tokenizer, weights.path))(fresh))
         manifest.write(fresh)
+
+
+def _model_section(spec: ModelSpec) -> str:
+    """Return the section [model] of a run file and, for a model with adapters, [lora]."""
+    sizes = table_of(spec)
+    lora = sizes.pop("lora", {})
+    lines = ["[model]", *(f"{key} = {as_toml(value)}" for key, value in sizes.items())]
+    lines += ["", "[lora]", *(f"{key} = {as_toml(value)}" for key, value in lora.items())] if lora else []
+    return "\n".join(lines) + "\n"
 
 
 def _add_tokenizer(source: Path, out: Path) -> dict[str, int | list[int]]:

@@ -13,12 +13,14 @@ def _bug(function: str, before: str, after: str) -> UnitBug:
 
 STALE: dict[str, AnyBug] = {
     "a durable copy is complete before all ranks have copied their part": _bug(
-        f"{DURABLE}:copy", "range(world_size)", "range(1)"
+        f"{DURABLE}:copy",
+        "confirmations(folder, step, world_size, wait, expected=of_this)",
+        "confirmations(folder, step, 1, wait, expected=of_this)",
     ),
     "a durable copy is completed with parts of a checkpoint that was copied earlier": _bug(
-        f"{DURABLE}:DurableFolder.has_noted",
-        "self._read(step, _COPIED, f'rank-{rank:05d}') == text.encode()",
-        "self._read(step, _COPIED, f'rank-{rank:05d}') is not None",
+        f"{DURABLE}:copy",
+        "confirmations(folder, step, world_size, wait, expected=of_this)",
+        "confirmations(folder, step, world_size, wait)",
     ),
     "the manifest of a durable copy is copied with the other files": _bug(
         f"{DURABLE}:copy",

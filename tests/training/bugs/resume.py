@@ -63,7 +63,7 @@ RESUME: dict[str, AnyBug] = {
     ),
     "a checkpoint is written in bf16": ResumeBug(
         Mutation(
-            "shardwright.training.checkpoint.saver:write_shards",
+            "shardwright.training.checkpoint.shards:write_pieces",
             "take(piece).detach().cpu().contiguous()",
             "take(piece).detach().cpu().bfloat16().to(take(piece).dtype).contiguous()",
         ),

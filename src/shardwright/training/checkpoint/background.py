@@ -12,6 +12,10 @@ from shardwright.training.checkpoint.state import raise_first
 
 RETRY_AFTER_S = 1.0
 """Delay before the first retry, in seconds; it doubles with each retry."""
+_FIRST_PAUSE_S = 0.01
+_LONGEST_PAUSE_S = 1.0
+_ARRIVES_IN_S = 120.0
+"""How long rank 0 waits to see another rank's finished part: a network file system may cache a listing for a minute."""
 T = TypeVar("T")
 
 
@@ -73,6 +77,24 @@ class BackgroundThread:
         self.abandoned.set()
         if self._thread is not None:
             self._thread.join(timeout=10)
+
+    def pauses(self, place: object) -> Callable[[], bool]:
+        """Return a function that pauses, each time longer, and returns whether to continue to wait for what the other
+        ranks write to `place`. Raises CheckpointError if it is not seen long after their threads have ended."""
+        pause_s = _FIRST_PAUSE_S
+
+        def wait() -> bool:
+            nonlocal pause_s
+            ended_s = self.others_ended_s
+            if ended_s is not None and time.monotonic() > ended_s + _ARRIVES_IN_S:
+                raise CheckpointError(f"{place}: what other ranks have written is not seen {_ARRIVES_IN_S:.0f} s later")
+            if self.abandoned.is_set():
+                return False
+            self.abandoned.wait(pause_s)  # then the caller looks once more: a rank may have reported an error
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            return True
+
+        return wait
 
     def tried(self, act: Callable[[], T], failing: type[Exception]) -> T:
         """Return the result of `act`, with retries if it raises `failing`. Raises that error on the last attempt or

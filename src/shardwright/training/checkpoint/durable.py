@@ -6,9 +6,9 @@ PLACE/step-00000100/
   rank-00001.safetensors    the files of the checkpoint, as they are in `out`
   copied/rank-00001         marks that a rank has copied its part; deleted when the copy is complete
 
-An object store has no rename, so a copy is published by writing its manifest last. Every rank copies a part of the
-files, then writes a marker that contains the sha256 of the manifest. The marker of an earlier, unfinished copy of
-another checkpoint with the same number of steps has a different sha256 and does not count.
+An object store has no rename, so a copy is published by writing its manifest last (`parts.py`). Every rank copies a
+part of the files, then writes a marker that contains the sha256 of the manifest. The marker of an earlier, unfinished
+copy of another checkpoint with the same number of steps has a different sha256 and does not count.
 
 Copying checkpoints to `checkpoint.durable` during training: a thread of each rank copies its part.
 """
@@ -32,6 +32,7 @@ from shardwright.system.errors import CheckpointError
 from shardwright.system.remote import file_system
 from shardwright.training.checkpoint.background import BackgroundThread
 from shardwright.training.checkpoint.manifest import FILE_NAME as MANIFEST
+from shardwright.training.checkpoint.parts import confirmations
 from shardwright.training.checkpoint.store import CheckpointStore, not_kept
 
 _CHUNK_BYTES = 2**24
@@ -108,15 +109,16 @@ class DurableFolder:
                 self._make_folder(self._at(step))
                 self._system.put_file(str(file), self._at(step, file.name))
 
-    def note(self, step: int, rank: int, text: str) -> None:
+    def confirm(self, step: int, rank: int, text: str) -> None:
         """Write a marker that a rank has copied its part. `text`: sha256 of the manifest."""
         with self._told(self.url_of(step)):
             self._make_folder(self._at(step, _COPIED))
             self._system.pipe_file(self._at(step, _COPIED, f"rank-{rank:05d}"), text.encode())
 
-    def has_noted(self, step: int, rank: int, text: str) -> bool:
-        """Return whether a rank has copied its part of the checkpoint whose manifest has the sha256 `text`."""
-        return self._read(step, _COPIED, f"rank-{rank:05d}") == text.encode()
+    def confirmed(self, step: int, rank: int) -> str | None:
+        """Return the text of a rank's marker, or None if it has none."""
+        text = self._read(step, _COPIED, f"rank-{rank:05d}")
+        return None if text is None else text.decode(errors="replace")
 
     def publish(self, step: int, manifest: Path) -> None:
         """Complete a copy by writing its manifest last, then delete copies beyond `keep_last`."""
@@ -195,12 +197,10 @@ def copy(folder: DurableFolder, checkpoint: Path, rank: int, world_size: int, wa
             return False
     for name in part_of(rank, world_size, [path.name for path in checkpoint.iterdir() if path != manifest]):
         folder.put(step, checkpoint / name)
-    folder.note(step, rank, of_this)
+    folder.confirm(step, rank, of_this)
     if rank == 0:
-        for other in range(world_size):
-            while not folder.has_noted(step, other, of_this):
-                if not wait():
-                    return False
+        if confirmations(folder, step, world_size, wait, expected=of_this) is None:
+            return False
         folder.publish(step, manifest)
     return True
 
@@ -219,12 +219,6 @@ def _copy_to_disk(file: Path, to: Path) -> None:
         target.flush()
         os.fsync(target.fileno())
     fresh.rename(to)
-
-
-_LOOK_S = 0.1
-_LOOK_MOST_S = 2.0
-_ARRIVES_IN_S = 120.0
-"""How long rank 0 waits to see another rank's finished part: a network file system may cache a listing for a minute."""
 
 
 @dataclass
@@ -285,25 +279,14 @@ class Copier:
 
     def _beside(self, checkpoint: Path, rank: int, world_size: int) -> None:
         """Background job: wait for the checkpoint to be published, then copy this rank's part."""
-        thread, began_s = self._thread, time.monotonic()
-        pause_s = _LOOK_S
-
-        def wait() -> bool:
-            nonlocal pause_s
-            pause_s = min(1.5 * pause_s, _LOOK_MOST_S)
-            ended_s = thread.others_ended_s
-            if ended_s is not None and time.monotonic() > ended_s + _ARRIVES_IN_S:
-                there = self.folder.url_of(step_of(checkpoint))
-                raise CheckpointError(f"{there}: what other ranks have copied is not seen {_ARRIVES_IN_S:.0f} s later")
-            return not thread.abandoned.wait(pause_s)
-
+        began_s, step = time.monotonic(), step_of(checkpoint)
+        wait = self._thread.pauses(self.folder.url_of(step))
         try:
             while not checkpoint.is_dir():  # if saving is asynchronous, rank 0's thread publishes it later
                 if not wait():
                     return
-            done = thread.tried(lambda: copy(self.folder, checkpoint, rank, world_size, wait), CheckpointError)
+            done = self._thread.tried(lambda: copy(self.folder, checkpoint, rank, world_size, wait), CheckpointError)
             if done and rank == 0:
-                step = step_of(checkpoint)
                 self._news.append(CompletedCopy(self.folder.url_of(step), step, time.monotonic() - began_s))
         finally:
             if rank == 0:

@@ -22,7 +22,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,13 @@ from shardwright.runs.folder import RUN_FILE, published, step_of
 from shardwright.system.errors import CheckpointError
 from shardwright.system.files import parse_json, read_bytes, read_text
 from shardwright.training.checkpoint.manifest import FILE_NAME as MANIFEST
-from shardwright.training.checkpoint.manifest import LONGEST_MANIFEST, CheckpointManifest, ShardRecord, read_manifest
+from shardwright.training.checkpoint.manifest import LONGEST_MANIFEST, CheckpointManifest, read_manifest
 from shardwright.training.checkpoint.messages import CheckpointMessages
+from shardwright.training.checkpoint.parts import PartReport, ShardRecords, reported_records
 from shardwright.training.checkpoint.plan import TensorPiece
-from shardwright.training.checkpoint.shards import file_name, rank_of, records_from, records_of, write_shards
+from shardwright.training.checkpoint.shards import file_name, rank_of, write_shards
 from shardwright.training.checkpoint.state import files_needed, together
-from shardwright.training.checkpoint.store import WRITTEN, CheckpointStore
+from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.ranks import COLLECTIVE_TIMEOUT_S
 from shardwright.training.step import Trainer
 
@@ -51,7 +52,6 @@ has published it, all other hosts still have the previous one."""
 _HOST = "host.json"
 _REST = (MANIFEST, RUN_FILE)
 """Files of a checkpoint other than shards."""
-Records = Sequence[tuple[str, ShardRecord]]
 
 
 class LocalLevel:
@@ -87,19 +87,19 @@ class LocalLevel:
         step: int,
         pieces: Sequence[TensorPiece],
         take: Callable[[TensorPiece], Tensor],
-        rest: Callable[[Records], list[str]],
+        rest: Callable[[ShardRecords], list[str]],
     ) -> None:
         """Write this rank's part of a checkpoint in a background thread. `take` returns the tensor of a piece.
         `rest` returns the manifest and the run file, on rank 0. Raises CheckpointError if any rank could not write."""
         partial, problem = self.store.partial_of(step), ""
-        (partial / WRITTEN).mkdir(parents=True, exist_ok=True)
+        records: ShardRecords = ()
+        partial.mkdir(parents=True, exist_ok=True)
         try:
-            write_shards(partial, self.rank, pieces, take)
+            records = write_shards(partial, self.rank, pieces, take)
         except Exception as error:  # the other ranks wait for messages from this rank
             problem = self._in_words(error)
         problem = self._exchanged(partial, problem) or problem
-        told = {"problem": problem, "records": [] if problem else _plain(records_of(partial, self.rank))}
-        verdict = self._judged(told, rest)
+        verdict = self._judged(PartReport(records, problem).text(), rest)
         if verdict["problem"]:
             if self._first:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -167,17 +167,17 @@ class LocalLevel:
         self._messages.settle()
         return failed
 
-    def _judged(self, told: dict[str, Any], rest: Callable[[Records], list[str]]) -> Any:
+    def _judged(self, report: str, rest: Callable[[ShardRecords], list[str]]) -> Any:
         """Collect all ranks' reports on rank 0. Return, on every rank, the first problem or the result of `rest`."""
         if self.rank != 0:
-            self._messages.send_text(told, 0)
+            self._messages.send_text(report, 0)
             self._messages.settle()
             return self._messages.receive_text(0)
-        everyone = [told, *(self._messages.receive_text(rank) for rank in range(1, len(self.hosts.of)))]
-        problem = next((each["problem"] for each in everyone if each["problem"]), "")
-        verdict = {"problem": problem}
-        if not problem:
-            verdict["rest"] = rest([each for one in everyone for each in records_from(one["records"])])
+        reports = [report, *(self._messages.receive_text(rank) for rank in range(1, len(self.hosts.of)))]
+        try:
+            verdict = {"problem": "", "rest": rest(reported_records(reports))}
+        except CheckpointError as error:
+            verdict = {"problem": str(error)}
         for rank in range(1, len(self.hosts.of)):
             self._messages.send_text(verdict, rank)
         self._messages.settle()
@@ -277,10 +277,6 @@ def _name_of_host(folder: Path, out: Path) -> str:
     finally:
         fresh.unlink(missing_ok=True)
     return str(parse_json(read_text(path))["host"])
-
-
-def _plain(records: Records) -> list[Any]:
-    return [(name, asdict(record)) for name, record in records]
 
 
 @dataclass(frozen=True)

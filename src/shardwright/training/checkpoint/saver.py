@@ -18,8 +18,8 @@ import functools
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,12 @@ from shardwright.training.checkpoint.local import LocalLevel
 from shardwright.training.checkpoint.manifest import (
     CheckpointManifest,
     DataRecord,
-    ShardRecord,
     TrainingProgress,
     sha256_of_text,
 )
+from shardwright.training.checkpoint.parts import PartReport, ShardRecords, confirmations, reported_records
 from shardwright.training.checkpoint.plan import CheckpointPlan, TensorPiece, plan_of
-from shardwright.training.checkpoint.shards import gathered, tell_failure, tensor_records, write_shards
+from shardwright.training.checkpoint.shards import tensor_records, write_shards
 from shardwright.training.checkpoint.state import COMPRESSION, checkpoint_bytes, named_tensors, stored_tensors, together
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.step import Trainer
@@ -177,7 +177,7 @@ class Saver:
             self._together(
                 partial,
                 lambda: self._written(
-                    partial, plan, lambda piece: s.read() if (s := stored.get(piece.name)) else piece.view(tensors)
+                    save.step, plan, lambda piece: s.read() if (s := stored.get(piece.name)) else piece.view(tensors)
                 ),
             )
             self._together(partial, lambda: self._publish(save, plan), rank=0)
@@ -258,11 +258,13 @@ class Saver:
         """Background job: copy the pieces, write them, publish the checkpoint."""
         partial = self.store.partial_of(save.step)
         try:
-            self._written(partial, plan, snapshot.make().__getitem__)
+            self._written(save.step, plan, snapshot.make().__getitem__)
             if dist.get_rank() == 0:
                 self._publish(save, plan)
         except Exception as error:
-            tell_failure(partial, dist.get_rank(), str(as_checkpoint_error(error, partial)))
+            with suppress(OSError):  # if this fails, too, rank 0 waits until it abandons the checkpoint
+                report = PartReport(problem=str(as_checkpoint_error(error, partial)))
+                self.store.confirm(save.step, dist.get_rank(), report.text())
             if dist.get_rank() == 0:
                 self.store.sweep()
             raise
@@ -271,28 +273,27 @@ class Saver:
     def _begin(self, step: int) -> None:
         self.store.begin(step, checkpoint_bytes(self.trainer))
 
-    def _written(self, partial: Path, plan: CheckpointPlan, take: Callable[[TensorPiece], Tensor]) -> None:
-        """Write this rank's shards, with retries on disk errors. Raises OSError if every attempt fails."""
+    def _written(self, step: int, plan: CheckpointPlan, take: Callable[[TensorPiece], Tensor]) -> None:
+        """Write this rank's shards and confirm it, with retries on disk errors. Raises OSError if every attempt
+        fails."""
+        partial, rank = self.store.partial_of(step), dist.get_rank()
 
         def write() -> None:
             _require_seen(partial)
-            write_shards(partial, dist.get_rank(), plan.pieces, take)
+            self.store.confirm(step, rank, PartReport(write_shards(partial, rank, plan.pieces, take)).text())
 
         self._thread.tried(write, OSError)
 
     def _publish(self, save: _CheckpointInProgress, plan: CheckpointPlan) -> None:
         """Rank 0: publish the checkpoint once all ranks have written."""
-        partial = self.store.partial_of(save.step)
-        shards = gathered(partial, dist.get_world_size(), self._thread.abandoned.is_set)
-        if shards is None:
-            return
-        self.store.complete(save.step, *self._texts(save, plan, shards))
+        wait = self._thread.pauses(self.store.partial_of(save.step))
+        reports = confirmations(self.store, save.step, dist.get_world_size(), wait)
+        if reports is not None:
+            self.store.complete(save.step, *self._texts(save, plan, reported_records(reports)))
 
-    def _texts(
-        self, save: _CheckpointInProgress, plan: CheckpointPlan, shards: Sequence[tuple[str, ShardRecord]]
-    ) -> list[str]:
+    def _texts(self, save: _CheckpointInProgress, plan: CheckpointPlan, shards: ShardRecords) -> list[str]:
         """Return the manifest and the run file of a checkpoint. `shards`: the records of the shards of all ranks."""
-        records = tensor_records(plan, shards)
+        records = tensor_records(plan.tensors, shards)
         return [dataclasses.replace(save.head, tensors=records).text(), save.run_toml]
 
     def _together(self, partial: Path, act: Callable[[], None], rank: int | None = None) -> None:

@@ -13,8 +13,7 @@ from shardwright.training.checkpoint.manifest import FILE_NAME as MANIFEST
 
 T = TypeVar("T")
 _PARTIAL = ".partial"
-WRITTEN = "written"
-"""Subfolder of a checkpoint in progress that shows rank 0 which ranks are done (`shards`)."""
+_WRITTEN = "written"
 _REPLACED = f".replaced{_PARTIAL}"
 _DELETED = f".deleted{_PARTIAL}"
 _SLACK = 1.02  # factor for headers and the manifest, in addition to the tensors
@@ -54,7 +53,23 @@ class CheckpointStore:
         self.require_space(tensor_bytes)
         partial = self.partial_of(step)
         shutil.rmtree(partial, ignore_errors=True)
-        (partial / WRITTEN).mkdir(parents=True)
+        (partial / _WRITTEN).mkdir(parents=True)
+
+    def confirm(self, step: int, rank: int, text: str) -> None:
+        """Record a rank's report about its part of a checkpoint in progress."""
+        path = self._confirmation(step, rank)
+        fresh = path.with_suffix(".tmp")
+        fresh.write_text(text, encoding="utf-8")
+        fresh.rename(path)
+
+    def confirmed(self, step: int, rank: int) -> str | None:
+        """Return that report, or None if there is none yet. Raises OSError if the checkpoint in progress is gone."""
+        path = self._confirmation(step, rank)
+        try:
+            return path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            path.parent.stat()
+            return None
 
     def complete(self, step: int, manifest: str, run_toml: str) -> None:
         """Write the run file and the manifest, which comes last, next to the files of all ranks, and publish."""
@@ -84,9 +99,12 @@ class CheckpointStore:
     def put_in_place(self, step: int) -> Path:
         """Give a finished checkpoint its final name by one rename."""
         final = self.path_of(step)
-        shutil.rmtree(self.partial_of(step) / WRITTEN, ignore_errors=True)
+        shutil.rmtree(self.partial_of(step) / _WRITTEN, ignore_errors=True)
         publish_folder(self.partial_of(step), final, final.with_name(final.name + _REPLACED))
         return final
+
+    def _confirmation(self, step: int, rank: int) -> Path:
+        return self.partial_of(step) / _WRITTEN / f"rank-{rank:05d}.json"
 
     def sweep(self) -> None:
         """Delete unfinished folders of killed processes, and restore folders that they had moved aside."""
