@@ -14,7 +14,7 @@ from shardwright.cost.job import Candidates
 from shardwright.cost.stack import SHARDWRIGHT
 from shardwright.cost.step import estimate
 from shardwright.cost.traffic import shards_over_link, step_messages
-from shardwright.dry_run.classes import axes_of
+from shardwright.dry_run.length import axes_of
 from shardwright.dry_run.record import LINK, AxisTraffic, RankRecord
 from shardwright.layout.layout import Layout
 from shardwright.system.errors import LayoutError

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwright.dry_run.classes import axes_of
+from shardwright.dry_run.length import axes_of
 from shardwright.dry_run.operations import formulas_of, op_name
 from shardwright.dry_run.places import ModuleLocator, running_line
 from shardwright.dry_run.record import (

@@ -19,14 +19,13 @@ from shardwright.config.reading import apply_override
 from shardwright.config.settle import MARGIN, job_of, needs_memory, of_fullest_stage, settled
 from shardwright.cost.stack import SHARDWRIGHT
 from shardwright.dry_run.agreement import Disagreement, disagreements
-from shardwright.dry_run.classes import one_of_each_class
-from shardwright.dry_run.length import step_length
+from shardwright.dry_run.length import one_of_each_class, step_length
 from shardwright.dry_run.planned import PlannedRank, grouped, planned
 from shardwright.dry_run.record import AxisTraffic, RankRecord, RecordedMessage
 from shardwright.planner.recomputation import peak_bytes
 from shardwright.system.errors import InputError, LayoutError
 from shardwright.system.units import parsed_bytes
-from shardwright.verification.progress import Tell, report_progress
+from shardwright.verification.ranks import Tell, report_progress
 
 TIMEOUT_S = 3600.0
 MOST_STEPS = 100

@@ -17,8 +17,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from shardwright.schedule.actions import Action, Op, Schedule
-from shardwright.schedule.play import play
-from shardwright.schedule.validate import deadlock
+from shardwright.schedule.validate import deadlock, play
 from shardwright.system.errors import ScheduleError
 
 KEPT_FOR_WEIGHT = 3 / 8

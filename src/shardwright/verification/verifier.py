@@ -34,9 +34,8 @@ from shardwright.verification.case import (
     with_drawn_experts,
 )
 from shardwright.verification.compare import Errors, RankedLayout, Report, ReportRow
-from shardwright.verification.progress import Tell, report_progress
 from shardwright.verification.rank import train_rank
-from shardwright.verification.ranks import end_all, run_ranks
+from shardwright.verification.ranks import Tell, end_all, report_progress, run_ranks
 from shardwright.verification.reduce import most_ranks
 from shardwright.verification.reference import train_alone
 from shardwright.verification.tolerance import (

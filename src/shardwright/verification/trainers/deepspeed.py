@@ -30,8 +30,7 @@ from shardwright.hugging_face.float64 import Float64
 from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import InputError
 from shardwright.verification.trainers.adapter import StepBatch, World
-from shardwright.verification.trainers.decoder import Decoder, loss_sum
-from shardwright.verification.trainers.pieces import expert_problem, load_weights, set_environment
+from shardwright.verification.trainers.pieces import Decoder, expert_problem, load_weights, loss_sum, set_environment
 
 sharded_moe.USE_EINSUM = False  # torch.einsum refuses the library's products of float64 and float32
 
