@@ -68,10 +68,10 @@ def step_length(config: RunConfig) -> ShortenedStep:
             for period in sorted({1, 2, layout.pp, 2 * layout.pp}):
                 if (n - n_run) % period or period % n_ways:
                     continue
-                sizes = [each // n_ways for each in (n_run, n, period)]
+                sizes = [size // n_ways for size in (n_run, n, period)]
                 repeats = [_repeats(*pair, *sizes) for pair in zip(part, whole, strict=True)]
                 if all(repeats):
-                    return length(n_run, part, [each for each in repeats if each])
+                    return length(n_run, part, [repeated for repeated in repeats if repeated])
     return length(n, whole, [{} for _ in whole])
 
 
@@ -93,16 +93,16 @@ def _repeats(part: Sequence[Entry], whole: Sequence[Entry], n_run: int, n: int, 
             and all(_later(few[i], period) == few[i + size] for i in range(at - 2 * size, at))
             and few[:at] == every[:at]
             and all(_later(every[i], period) == every[i + size] for i in range(at - size, at + inserted - size))
-            and [_later(each, left_out) for each in few[at:]] == every[at + inserted :]
+            and [_later(entry, left_out) for entry in few[at:]] == every[at + inserted :]
         )
         if same:
-            return {str(each): 1 + times for each in part[at - size : at] if isinstance(each, Action)}
+            return {str(entry): 1 + times for entry in part[at - size : at] if isinstance(entry, Action)}
     return None
 
 
 def _by_way(entries: Sequence[Entry], n_of_way: int) -> list[Entry]:
     """Return entries with micro-batches numbered within their way; the second way starts at `_APART`."""
-    return [_renumbered(each, lambda at: at // n_of_way * _APART + at % n_of_way) for each in entries]
+    return [_renumbered(entry, lambda at: at // n_of_way * _APART + at % n_of_way) for entry in entries]
 
 
 def _later(entry: Entry, n: int) -> Entry:
@@ -113,7 +113,9 @@ def _later(entry: Entry, n: int) -> Entry:
 def _renumbered(entry: Entry, number: Callable[[int], int]) -> Entry:
     if isinstance(entry, Action):
         return entry._replace(microbatch=number(entry.microbatch))
-    return entry._replace(messages=tuple(each._replace(microbatch=number(each.microbatch)) for each in entry.messages))
+    return entry._replace(
+        messages=tuple(message._replace(microbatch=number(message.microbatch)) for message in entry.messages)
+    )
 
 
 ALL_RANKS = 8
@@ -129,15 +131,15 @@ def one_of_each_class(layout: Layout, imbalance: float = 1.0) -> list[int]:
     """
     if layout.world_size <= ALL_RANKS:
         return list(range(layout.world_size))
-    found = {layout.rank_at({"pp": pp}) for pp in range(layout.pp)}
+    ranks = {layout.rank_at({"pp": pp}) for pp in range(layout.pp)}
     for axis in DENSE_AXES:
         degree = layout.degree(axis)
         if axis != "pp" and degree > 1:
             for pp in {0, layout.pp - 1}:
-                found.add(layout.rank_at({"pp": pp, axis: degree - 1}))
+                ranks.add(layout.rank_at({"pp": pp, axis: degree - 1}))
     if layout.ep > 1 and imbalance != 1:
-        found.add(layout.group_of(0, "ep")[-1])
-    return sorted(found)
+        ranks.add(layout.group_of(0, "ep")[-1])
+    return sorted(ranks)
 
 
 def axes_of(layout: Layout, ranks: tuple[int, ...], rank: int) -> str:

@@ -57,19 +57,19 @@ def how_of(
     """Return the settings of a dry run from user input. `device_memory`: text such as 80GiB, or bytes. Raises
     InputError with all problems at once."""
     memory_bytes = parsed_bytes(device_memory) if isinstance(device_memory, str) else device_memory
-    wrong = []
+    problems = []
     if not memory_bytes:
-        wrong.append(f"device memory {device_memory}: a number above 0 and a unit are needed, such as 80GiB")
+        problems.append(f"device memory {device_memory}: a number above 0 and a unit are needed, such as 80GiB")
     if count_as not in ("gpu", "cpu"):
-        wrong.append(f"counting as {count_as}: not one of gpu, cpu")
+        problems.append(f"counting as {count_as}: not one of gpu, cpu")
     if steps < 2:
-        wrong.append(f"{steps} steps: 2 or more are needed; the first one prepares what all later ones use")
+        problems.append(f"{steps} steps: 2 or more are needed; the first one prepares what all later ones use")
     if steps > MOST_STEPS:
-        wrong.append(f"{steps:,} steps: at most {MOST_STEPS} are taken; all after the first need and send the same")
+        problems.append(f"{steps:,} steps: at most {MOST_STEPS} are taken; all after the first need and send the same")
     if not 1 <= imbalance < float("inf"):
-        wrong.append(f"an imbalance of {imbalance:g}: a number of 1 (balanced) or more is needed")
-    if wrong or not memory_bytes:
-        raise InputError(*wrong)
+        problems.append(f"an imbalance of {imbalance:g}: a number of 1 (balanced) or more is needed")
+    if problems or not memory_bytes:
+        raise InputError(*problems)
     return DryRunSettings(memory_bytes, count_as == "gpu", steps, imbalance, history)
 
 
@@ -162,19 +162,19 @@ def dry_run(
         config, given = map(_not_compiled, (config, given))
     ranks = one_of_each_class(layout, how.imbalance) if rank is None else [rank]
     records = _run(config, how, ranks, tell)
-    found = DryRun(
+    result = DryRun(
         config,
         how,
         tuple(records),
-        {each: planned(config, each) for each in ranks},
+        {number: planned(config, number) for number in ranks},
         tuple(disagreements(records)) if rank is None else (),
         stages=given.batch.schedule.stages,
         compile_left_out=compiles,
     )
-    if found.fits or not remedies:
-        return found
-    tried = tuple(_remedies(given, how, found.fullest.rank, tell))
-    return replace(found, remedies=tried)
+    if result.fits or not remedies:
+        return result
+    tried = tuple(_remedies(given, how, result.fullest.rank, tell))
+    return replace(result, remedies=tried)
 
 
 def _run(
@@ -191,7 +191,7 @@ def _run(
         return record
 
     def n_begun() -> int:
-        return sum(each.stat().st_size for each in Path(folder).iterdir())
+        return sum(file.stat().st_size for file in Path(folder).iterdir())
 
     layout, length = config.layout.layout(), step_length(config)
     total = sum(length.n_actions[layout.coordinates(rank)["pp"]] for rank in ranks)
@@ -236,7 +236,7 @@ def _not_compiled(config: RunConfig) -> RunConfig:
 def _remedies(config: RunConfig, how: DryRunSettings, rank: int, tell: Tell) -> Iterator[DryRunRemedy]:
     """Yield changes of the run file after which the rank fits with the stage of the batch that needs most memory:
     changes that fit by the plan, each confirmed by a dry run."""
-    found = 0
+    n_remedies = 0
     seen = [of_fullest_stage(config)]
     for changes in _changes(config):
         try:
@@ -253,8 +253,8 @@ def _remedies(config: RunConfig, how: DryRunSettings, rank: int, tell: Tell) -> 
         needed = _needed_bytes(record, planned(changed, record.rank))
         if needed <= how.limit_bytes:
             yield DryRunRemedy(change, needed)
-            found += 1
-        if found == _MOST_REMEDIES:
+            n_remedies += 1
+        if n_remedies == _MOST_REMEDIES:
             return
 
 

@@ -361,7 +361,9 @@ class CachedDeltaNet:
         else:
             parts = zip(*(x.split(_lengths(batch), 1) for x in projections), strict=True)
             run = self._run_again if self.cache.n_ahead else self._run
-            o_NF = torch.cat([run(*each, weights)[0] for each in zip(batch.segments, parts, strict=True)])
+            o_NF = torch.cat(
+                [run(*segment_and_parts, weights)[0] for segment_and_parts in zip(batch.segments, parts, strict=True)]
+            )
         o_1NF = padded(o_NF, whole[0])
         return o_1NF if batch.held is None else torch.cat([o_1NF[:, at.start : at.stop] for at in batch.held], 1)
 

@@ -104,7 +104,7 @@ _BUILT_IN = (
 )
 """Modules of the built-in architectures, whose imports register them. A model is exported as the first that fits."""
 for _module in _BUILT_IN:
-    for _architecture in [each for each in vars(_module).values() if isinstance(each, Architecture)]:
+    for _architecture in [value for value in vars(_module).values() if isinstance(value, Architecture)]:
         ARCHITECTURES[_architecture.model_type] = ARCHITECTURES.pop(_architecture.model_type)
 
 
@@ -147,8 +147,8 @@ def read_folder(path: Path) -> ModelFolder:
     Raises ConfigError if it is not supported, with every reason.
     """
     config, architecture, spec = _read_config(inside(path, CONFIG))
-    if wrong := list(_wrong_token_ids(path, architecture, spec.vocab_size)):
-        raise ConfigError(*wrong)
+    if problems := list(_wrong_token_ids(path, architecture, spec.vocab_size)):
+        raise ConfigError(*problems)
     if spec.mtp_modules and not _holds_layer(path, architecture, spec.n_layers):
         spec = replace(spec, mtp_modules=0)
     untied = spec.tied_embedding and _has_own_head(path, architecture)

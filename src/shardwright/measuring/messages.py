@@ -48,22 +48,22 @@ def messages(clock: MeasuringClock, group: dist.ProcessGroup) -> Iterator[Messag
         for name, send in kinds.items():
             dist.barrier(group=group)
             if clock.device.type == "cpu":
-                found = statistics.fmean(gathered(_after_work(clock, work, send), float, group))
+                seconds = statistics.fmean(gathered(_after_work(clock, work, send), float, group))
             else:
-                found = worst(gathered(clock.seconds(send, REPEATS), float, group))
-            yield MessagePoint(name, n, elements * 4, found)
+                seconds = worst(gathered(clock.seconds(send, REPEATS), float, group))
+            yield MessagePoint(name, n, elements * 4, seconds)
 
 
 def _after_work(clock: MeasuringClock, work: Tensor, send: Callable[[], object]) -> float:
     """Return the mean seconds of a message that follows a matmul."""
-    found = []
+    seconds = []
     for repeat in range(REPEATS + 2):
         torch.mm(work, work)
         begin = clock.now()
         send()
         if repeat > 1:
-            found.append(clock.now() - begin)
-    return statistics.fmean(found)
+            seconds.append(clock.now() - begin)
+    return statistics.fmean(seconds)
 
 
 def _wait(start: Callable[..., StartedCollective], x: Tensor, group: dist.ProcessGroup) -> None:

@@ -206,7 +206,7 @@ class Case:
         """Return whether a layout's data ranks can share the batch, in micro-batches that its schedule can run."""
         sizes = [
             (self.global_batch, self.micro_batch),
-            *((each.global_batch, each.micro_batch) for each in self.stages),
+            *((stage.global_batch, stage.micro_batch) for stage in self.stages),
         ]
         for global_batch, micro_batch in sizes:
             rounds, rest = divmod(global_batch, micro_batch * layout.data_ranks)
@@ -337,7 +337,7 @@ def case_of(
     """Return the case of a run file with its true sizes. `lr_schedule`: with the learning rates of its schedule,
     shortened to `steps`."""
     spec, fp8 = config.spec(), config.precision.fp8_settings
-    stages = [CaseStage(each.global_batch, each.micro_batch, each.seq_len) for each in config.batch.schedule.stages]
+    stages = [CaseStage(stage.global_batch, stage.micro_batch, stage.seq_len) for stage in config.batch.schedule.stages]
     return Case(
         spec=spec,
         **max(stages, key=lambda stage: (stage.seq_len, stage.global_batch))._asdict(),

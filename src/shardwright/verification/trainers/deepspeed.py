@@ -109,7 +109,7 @@ class DeepSpeedTrainer:
         """Return the name in the whole model of a parameter; a PipelineModule numbers its parts, and a rank its
         experts."""
         if self.pp == 1:
-            return re.sub(r"(?<=deepspeed_experts\.)\d+", lambda found: str(int(found[0]) + self.first_expert), name)
+            return re.sub(r"(?<=deepspeed_experts\.)\d+", lambda match: str(int(match[0]) + self.first_expert), name)
         number, _, rest = name.partition(".")
         n = self.spec.n_layers
         parts = ["embedding", *(f"layers.{layer}" for layer in range(n)), "norm", "head"]
