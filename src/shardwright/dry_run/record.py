@@ -2,9 +2,8 @@
 
 A record contains only numbers and names, so that it can be sent to another process, compared and written to a file.
 
-A dry run for viewers: a trace for ui.perfetto.dev, and a memory snapshot for pytorch.org/memory_viz.
-
-A dry run knows the order of operations but not their times, so both viewers show operations as microseconds. No torch.
+`write_trace` writes records for ui.perfetto.dev, `write_snapshot` for pytorch.org/memory_viz. A dry run knows the order
+of operations but not their times, so both viewers show operations as microseconds.
 """
 
 import json

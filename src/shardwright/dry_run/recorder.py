@@ -50,11 +50,11 @@ class OperationRecorder(DispatchMode):
     """
 
     def __init__(
-        self, layout: Layout, rank: int, places: ModuleLocator, gpu: bool, begun: Callable[[], None] = lambda: None
+        self, layout: Layout, rank: int, places: ModuleLocator, gpu: bool, on_action: Callable[[], None] = lambda: None
     ) -> None:
-        """`begun`: called when an action of the step starts."""
+        """`on_action`: called when an action of the step starts."""
         super().__init__()
-        self._begun = begun
+        self._on_action = on_action
         self.layout, self.rank, self.places, self.gpu = layout, rank, places, gpu
         self.allocations: list[Allocation] = []
         self.actions: list[tuple[int, str]] = []
@@ -127,7 +127,7 @@ class OperationRecorder(DispatchMode):
 
     def begin(self, action: str) -> None:
         """Start an action of the step."""
-        self._begun()
+        self._on_action()
         self._now += 1
         self.actions.append((self._now, action))
         self._of_action.clear()

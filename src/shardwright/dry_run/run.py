@@ -190,7 +190,7 @@ def _run(
         assert isinstance(record, RankRecord)
         return record
 
-    def n_begun() -> int:
+    def n_started() -> int:
         return sum(file.stat().st_size for file in Path(folder).iterdir())
 
     layout, length = config.layout.layout(), step_length(config)
@@ -198,7 +198,7 @@ def _run(
     what = f"{what} of {f'{len(ranks)} ranks' if len(ranks) > 1 else f'rank {ranks[0]}'}"
     with (
         TemporaryDirectory(prefix="shardwright-dryrun-") as folder,
-        report_progress(tell, what, n_begun, total, "actions"),
+        report_progress(tell, what, n_started, total, "actions"),
         ThreadPoolExecutor(min(len(ranks), cpu_count() or 1)) as pool,
     ):
         try:
@@ -215,7 +215,7 @@ def _in_process(text: str, rank: int, how: DryRunSettings, progress: str) -> Ran
     config = parse(tomllib.loads(text))
     with open(progress, "ab", buffering=0) as file:
 
-        def begun() -> None:
+        def count_action() -> None:
             file.write(b".")
 
         return dry_rank(
@@ -225,7 +225,7 @@ def _in_process(text: str, rank: int, how: DryRunSettings, progress: str) -> Ran
             steps=how.steps,
             imbalance=how.imbalance,
             history=how.history,
-            begun=begun,
+            on_action=count_action,
         )
 
 

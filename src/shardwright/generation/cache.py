@@ -7,10 +7,9 @@ attention that writes the keys and values of the new tokens into the cache and r
 A rank of tp has the keys and values of its own heads alone. A layer with a window has only the keys of the window.
 `serving.work` has the bytes as a formula.
 
-The cache of multi-head latent attention: one latent vector and one rotated key a token, for all heads.
-
-The query of a head is multiplied by that head's matrix of keys, and the output by its matrix of values, instead of
-every cached latent vector (DeepSeek-V2, arXiv 2405.04434, section 2.1.2: the matrices are absorbed):
+The cache of multi-head latent attention has one latent vector and one rotated key a token, for all heads. The query of
+a head is multiplied by that head's matrix of keys, and the output by its matrix of values, instead of every cached
+latent vector (DeepSeek-V2, arXiv 2405.04434, section 2.1.2: the matrices are absorbed):
 
     q_N . (W_k latent) = (q_N W_k) . latent        sum_s p_s (W_v latent_s) = W_v (sum_s p_s latent_s)
 

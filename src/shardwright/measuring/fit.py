@@ -30,31 +30,29 @@ class MatmulFit:
     def share(self, shapes: Sequence[tuple[int, int, int]]) -> Floats:
         """Return the fraction of `flops_per_s` that is reached, by shape (m, k, n), on one multiprocessor."""
         m, k, n = np.array(shapes, dtype=float).T
-        waves = np.maximum(m / TILE_ROWS, 0.25) * np.maximum(n / TILE_COLUMNS, 0.25)
-        return np.asarray(waves / (waves + self.partial_wave) * (k / (k + self.ramp_k)))
+        return _share(m, k, n, self.ramp_k, self.partial_wave)
 
 
-def fit_matmuls(points: Sequence[MatmulPoint], multiprocessors: int = 1) -> MatmulFit:
+def _share(m: Floats, k: Floats, n: Floats, ramp_k: float, partial_wave: float) -> Floats:
+    """Return w / (w + partial_wave) k / (k + ramp_k), with w the tiles of the result, at least a quarter a side."""
+    tiles = np.maximum(m / TILE_ROWS, 0.25) * np.maximum(n / TILE_COLUMNS, 0.25)
+    return np.asarray(tiles / (tiles + partial_wave) * (k / (k + ramp_k)))
+
+
+def fit_matmuls(points: Sequence[MatmulPoint]) -> MatmulFit:
     """Fit the dependence on shape, and its error, to the points of the first precision, which has the most points. The
     rates of the other precisions are means over their points."""
     names = list(dict.fromkeys(point.precision for point in points))
     which = np.array([names.index(point.precision) for point in points])
     rate = np.array([point.flops / point.seconds for point in points])
-    k = np.array([point.k for point in points], dtype=float)
-    rows = np.maximum(np.array([point.m for point in points]) / TILE_ROWS, 0.25)
-    columns = np.maximum(np.array([point.n for point in points]) / TILE_COLUMNS, 0.25)
-    waves = rows * columns / multiprocessors
-
-    def share(ramp_k: float, partial_wave: float) -> Floats:
-        share: Floats = waves / (waves + partial_wave) * (k / (k + ramp_k))
-        return share
+    m, k, n = np.array([(point.m, point.k, point.n) for point in points], dtype=float).T
 
     def loss(shape: tuple[float, float]) -> float:
-        left = np.log(rate / share(*shape))[which == 0]
+        left = np.log(rate / _share(m, k, n, *shape))[which == 0]
         return float(((left - left.mean()) ** 2).sum())
 
     ramp_k, partial_wave = min(product(STEPS.tolist(), STEPS[STEPS < 16].tolist()), key=loss)
-    reached = share(ramp_k, partial_wave)
+    reached = _share(m, k, n, ramp_k, partial_wave)
     peaks = [float(np.exp(np.log(rate / reached)[which == at].mean())) for at in range(len(names))]
     error = _error((peaks[0] * reached)[which == 0], rate[which == 0])
     return MatmulFit(dict(zip(names, peaks, strict=True)), ramp_k, partial_wave, error)

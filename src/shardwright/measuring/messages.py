@@ -95,13 +95,13 @@ def host_bytes_per_s(clock: MeasuringClock) -> float:
     return here.nbytes / clock.seconds(lambda: here.copy_(there, non_blocking=True))
 
 
-def disk_bytes_per_s(folder: Path, n_bytes: int = 2**26) -> float:
+def disk_bytes_per_s(folder: Path) -> float:
     """Return the bandwidth of one rank that writes a file until it is on disk, in wall time."""
-    block = os.urandom(2**20)
+    block, n_blocks = os.urandom(2**20), 64
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".shardwright-measure-") as file:
         begin = time.perf_counter()
-        for _ in range(n_bytes // len(block)):
+        for _ in range(n_blocks):
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
-        return n_bytes / (time.perf_counter() - begin)
+        return n_blocks * len(block) / (time.perf_counter() - begin)

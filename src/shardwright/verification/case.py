@@ -1,6 +1,7 @@
 """The training that layouts are compared by: a model, and random batches made from the seed.
 
-Number formats at test size: the loss scale of float16, the blocks of fp8, the options of an optimizer.
+It also has the number formats at test size: the loss scale of float16, the blocks of fp8 and the options of an
+optimizer.
 
 Shapes: B sequences of the global batch, T tokens of a sequence.
 """
@@ -9,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Literal, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -26,14 +27,13 @@ from shardwright.split.stages import schedule_problems, stage_layers
 from shardwright.system.errors import InputError, nearest
 from shardwright.training.schedule import learning_rate
 
-DType = Literal["float64", "float32", "bfloat16", "float16"]
-# Type of parameters, gradients and optimizer states, and type of matmuls.
 DTYPES: dict[str, tuple[torch.dtype, torch.dtype]] = {
     "float64": (torch.float64, torch.float64),
     "float32": (torch.float32, torch.float32),
     "bfloat16": (torch.float32, torch.bfloat16),
     "float16": (torch.float32, torch.float16),
 }
+"""The type of parameters, gradients and optimizer states, and the type of matmuls."""
 
 PLAIN_SGD = "plain sgd"
 """The training of every case next to the run's optimizer: w - rate g, which shows the scale of a gradient."""

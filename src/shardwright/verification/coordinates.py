@@ -23,7 +23,6 @@ from shardwright.model.transformer import Transformer
 from shardwright.system.errors import InputError
 from shardwright.training.optimizer import build_optimizer, set_learning_rate
 
-WIDTHS = (64, 128, 256, 512)
 FLAT = 0.35
 """Largest slope of log change over log width, up or down, that is called flat. Wide enough for the terms that vanish
 with the width in models of 64 to 512, and less than the least power of the width that a wrong parametrisation has,

@@ -2,11 +2,9 @@
 uses only the model and the optimizer's row; the whole batch is one forward pass (with fp8 a micro-batch), and loss and
 clipping are PyTorch's.
 
-PowerSGD as one process computes it on whole gradients (Vogels et al., arXiv 1905.13727): each logical matrix becomes
-the product of two thin ones, and the remainder is added to the next gradient.
-
-Top-k as one process computes it (Stich et al., arXiv 1809.07599): the gradient of each replica's sequences apart, its
-largest elements, and their sum.
+It computes PowerSGD (Vogels et al., arXiv 1905.13727) on whole gradients: each logical matrix becomes the product of
+two thin ones, and the remainder is added to the next gradient. It computes top-k (Stich et al., arXiv 1809.07599) on
+the gradient of each replica's sequences: its largest elements, summed over replicas.
 """
 
 import math

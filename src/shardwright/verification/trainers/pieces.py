@@ -19,17 +19,18 @@ from shardwright.system.errors import InputError
 from shardwright.verification.trainers.adapter import World
 
 
-def whole_option(options: Mapping[str, Any], name: str) -> int:
-    """Return an option of `--set` that is a number of 0 or more, by default 0; raises InputError for another value."""
-    value = options.get(name, 0)
+def experts_of(options: Mapping[str, Any]) -> int:
+    """Return the option `experts` of `--set`, by default 0; raises InputError for another value than a number of 0 or
+    more."""
+    value = options.get("experts", 0)
     if type(value) is not int or value < 0:
-        raise InputError(f"{name}={value}: valid: a whole number of 0 or more")
+        raise InputError(f"experts={value}: valid: a whole number of 0 or more")
     return value
 
 
 def expert_problem(ep: int, options: Mapping[str, Any]) -> str | None:
     """Return why `ep` ranks cannot share the experts of `--set experts`, or None."""
-    experts = whole_option(options, "experts")
+    experts = experts_of(options)
     if ep > 1 and not experts:
         return f"ep={ep} needs --set experts=N, a multiple of {ep}"
     return f"ep={ep} does not divide experts={experts}; --set experts={2 * ep}" if experts % ep else None

@@ -54,9 +54,9 @@ from shardwright.system.torch_private import recomputed_module, take_micro_batch
 from shardwright.verification.trainers.adapter import StepBatch, World
 from shardwright.verification.trainers.pieces import (
     expert_problem,
+    experts_of,
     load_weights,
     set_environment,
-    whole_option,
 )
 from shardwright.verification.trainers.torchtitan_cpu import run_without_cuda
 
@@ -229,7 +229,7 @@ def _config(spec: ModelSpec, world: World, sizes: tuple[int, int, int]) -> Any:
     recompute = options.get("recompute", "none")
     if recompute not in _RECOMPUTE:
         raise InputError(f"recompute={recompute}: valid: {', '.join(_RECOMPUTE)}")
-    n_experts = whole_option(options, "experts")
+    n_experts = experts_of(options)
     if n_experts and dtype != "float64":
         raise InputError(f"experts={n_experts}: torchtitan multiplies experts in bfloat16; leave out --dtype {dtype}")
     if options.get("spmd_backend") == "spmd_types":
