@@ -1,8 +1,9 @@
 """DeepSeek-V3 and V2: latent attention, dense first layers, then experts and shared experts.
 
-The experts of V3 have a selection bias; a softmax picks those of V2 and V2-Lite. The rotated elements are interleaved.
-`transformers` norms the latent vectors with an epsilon of 1e-6 for any `rms_norm_eps`, so only that value is supported.
-It never normalises the weights of V2's experts, whatever `norm_topk_prob` is, so only false is supported there.
+The experts of V3 have a selection bias; in V2 and V2-Lite a softmax picks experts. The rotated elements are
+interleaved. `transformers` norms the latent vectors with an epsilon of 1e-6 for any `rms_norm_eps`, so only that value
+is supported. It never normalises the weights of V2's experts, whatever `norm_topk_prob` is, so only false is supported
+there.
 """
 
 from dataclasses import replace
