@@ -3,7 +3,7 @@ receives and returns, and a small decoder for it to train (docs/verify-trainers.
 
 from shardwright.parallel.boxes import TensorShard
 from shardwright.verification.trainers.adapter import StepBatch, World
-from shardwright.verification.trainers.decoder import Decoder, loss_sum
 from shardwright.verification.trainers.parity import verify_trainer
+from shardwright.verification.trainers.pieces import Decoder, loss_sum
 
 __all__ = ["Decoder", "StepBatch", "TensorShard", "World", "loss_sum", "verify_trainer"]

@@ -187,7 +187,7 @@ def test_every_wrong_choice_is_told_at_once():
 
 
 def test_progress_counts_the_actions_of_the_schedule_and_says_how_long_the_others_take(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("shardwright.verification.progress._EVERY_S", 0.001)
+    monkeypatch.setattr("shardwright.verification.ranks._EVERY_S", 0.001)
     lines: list[str] = []
     config = parse(run_file("dense", {"pp": 2}, "bf16"))
     (record,) = dry_run(config, DryRunSettings(80 * GiB), rank=1, tell=lines.append).records

@@ -1,6 +1,6 @@
 """Proves how a record is summed: peaks, kinds, repeated micro-batches, and rows of experts that are assumed."""
 
-from shardwright.dry_run.classes import one_of_each_class
+from shardwright.dry_run.length import one_of_each_class
 from shardwright.dry_run.program import balanced, shares
 from shardwright.dry_run.record import KINDS, Allocation, RecordedMessage, summed, traffic
 from shardwright.layout.layout import Layout

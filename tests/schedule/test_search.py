@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.schedule.actions import Action, Schedule, make
-from shardwright.schedule.basic import one_f_one_b
+from shardwright.schedule.basic import one_f_one_b, zb_h1, zb_h2
 from shardwright.schedule.search import ScheduleProblem, least_cost, search
 from shardwright.schedule.simulate import KEPT_FOR_WEIGHT, Times, simulate
 from shardwright.schedule.validate import problems
-from shardwright.schedule.zero_bubble import zb_h1, zb_h2
 from shardwright.system.errors import ScheduleError
 from tests.marks import rest_prove
 

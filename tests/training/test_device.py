@@ -2,32 +2,36 @@
 the header of a run says of its attention."""
 
 import gc
+import resource
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from shardwright.config import load
 from shardwright.cost.pools import MAPPED_BYTES
-from shardwright.measuring.steps import resident_bytes
 from shardwright.system.units import MiB
 from shardwright.training import device
 from shardwright.training.device import attention_kernels, configure_malloc
 from tests.distributed import run_ranks
 
 
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
 def _kept_bytes(n_bytes: int, count: int) -> tuple[int, int]:
     """Resident memory that tensors of so many bytes add while they live, and after they are freed."""
     configure_malloc()
-    device = torch.device("cpu")
     torch.ones(MAPPED_BYTES // 4)  # pages of libraries count from their first use after a fork
     gc.collect()
-    before = resident_bytes(device)
+    before = _resident_bytes()
     tensors = [torch.ones(n_bytes // 4) for _ in range(count)]
-    alive = resident_bytes(device) - before
+    alive = _resident_bytes() - before
     del tensors
     gc.collect()
-    return alive, resident_bytes(device) - before
+    return alive, _resident_bytes() - before
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mallopt is glibc's")

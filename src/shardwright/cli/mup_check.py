@@ -47,7 +47,7 @@ def mup_check(options: MupCheckOptions) -> None:
         raise InputError(*wrong)
     config = load(options.run, options.overrides or ())
     from shardwright.verification.coordinates import check_coordinates
-    from shardwright.verification.coordinates_view import coordinates_document, coordinates_svg
+    from shardwright.verification.view import coordinates_document, coordinates_svg
 
     spec = config.spec()
     with progress("widths") as update:

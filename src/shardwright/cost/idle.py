@@ -9,9 +9,9 @@ import numpy as np
 
 from shardwright.cost.job import Candidates, Floats, Ints
 from shardwright.schedule.actions import Op, Schedule
-from shardwright.schedule.play import play
 from shardwright.schedule.registry import find
 from shardwright.schedule.simulate import Times, simulate
+from shardwright.schedule.validate import play
 from shardwright.split.stages import ScheduleInputs
 
 MOST_SIMULATED = 2048

@@ -126,7 +126,7 @@ class AgreementCounts(NamedTuple):
 def checked(records: Sequence[RankRecord]) -> AgreementCounts:
     """Count the calls that `disagreements` compares."""
     ranks = {record.rank for record in records}
-    calls = [each for record in records for each in record.messages if each.op != WAIT and len(each.ranks) > 1]
+    calls = [call for record in records for call in record.messages if call.op != WAIT and len(call.ranks) > 1]
     sends = sum(call.op == "send" and call.peer in ranks for call in calls)
     return AgreementCounts(len(ranks), len(calls), len({call.group for call in calls}), sends)
 
@@ -144,7 +144,7 @@ def _of_groups(calls: Mapping[int, Sequence[C]]) -> Iterator[Disagreement[C]]:
         recorded = sorted(calls.keys() & set(ranks))
         lists = [by_rank.get(rank, []) for rank in recorded]
         for at in range(max(map(len, lists))):
-            sides = tuple(each[at] if at < len(each) else None for each in lists)
+            sides = tuple(calls_of_rank[at] if at < len(calls_of_rank) else None for calls_of_rank in lists)
             if len({None if side is None else side.content for side in sides}) > 1 or not _splits_match(
                 recorded, ranks, sides
             ):
@@ -201,7 +201,10 @@ class _Launches(Generic[C]):
 
     def __init__(self, calls: Sequence[C]) -> None:
         # A call that is launched alone has a unique number, its index.
-        numbered = groupby(enumerate(calls), lambda each: (each[1].launch, each[0] if not each[1].launch else -1))
+        numbered = groupby(
+            enumerate(calls),
+            lambda numbered_call: (numbered_call[1].launch, numbered_call[0] if not numbered_call[1].launch else -1),
+        )
         self._later = [[call for _, call in launch] for _, launch in numbered]
         self._later.reverse()
         self.under_way: list[C] = self._later.pop() if self._later else []
@@ -214,11 +217,21 @@ class _Launches(Generic[C]):
         """Return the first call in progress on this rank, `other`, that matches `call` in progress on `rank`."""
         if call.op not in _PAIRED:
             return next(
-                (each for each in self.under_way if each.group == call.group and each.op not in (*_PAIRED, WAIT)), None
+                (
+                    other_call
+                    for other_call in self.under_way
+                    if other_call.group == call.group and other_call.op not in (*_PAIRED, WAIT)
+                ),
+                None,
             )
         op = _PAIRED[1 - _PAIRED.index(call.op)]
         return next(
-            (each for each in self.under_way if (each.op, each.group, each.peer) == (op, call.group, rank)), None
+            (
+                other_call
+                for other_call in self.under_way
+                if (other_call.op, other_call.group, other_call.peer) == (op, call.group, rank)
+            ),
+            None,
         )
 
     def end(self, call: C) -> None:

@@ -1,9 +1,15 @@
-"""The number of micro-batches that a dry run executes, and which actions represent the omitted ones. No torch."""
+"""The part of a step that a dry run executes. No torch.
+
+The number of micro-batches, and which actions represent the omitted ones; and one rank of each class of ranks with
+equal memory and messages, with the axes along which the ranks of a process group differ.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from shardwright.config import RunConfig
+from shardwright.layout.box import DENSE_AXES
+from shardwright.layout.layout import Layout
 from shardwright.schedule.actions import Action
 from shardwright.schedule.messages import PairExchange, with_messages
 from shardwright.split.stages import schedule_problems, step_schedule
@@ -62,10 +68,10 @@ def step_length(config: RunConfig) -> ShortenedStep:
             for period in sorted({1, 2, layout.pp, 2 * layout.pp}):
                 if (n - n_run) % period or period % n_ways:
                     continue
-                sizes = [each // n_ways for each in (n_run, n, period)]
+                sizes = [size // n_ways for size in (n_run, n, period)]
                 repeats = [_repeats(*pair, *sizes) for pair in zip(part, whole, strict=True)]
                 if all(repeats):
-                    return length(n_run, part, [each for each in repeats if each])
+                    return length(n_run, part, [repeated for repeated in repeats if repeated])
     return length(n, whole, [{} for _ in whole])
 
 
@@ -87,16 +93,16 @@ def _repeats(part: Sequence[Entry], whole: Sequence[Entry], n_run: int, n: int, 
             and all(_later(few[i], period) == few[i + size] for i in range(at - 2 * size, at))
             and few[:at] == every[:at]
             and all(_later(every[i], period) == every[i + size] for i in range(at - size, at + inserted - size))
-            and [_later(each, left_out) for each in few[at:]] == every[at + inserted :]
+            and [_later(entry, left_out) for entry in few[at:]] == every[at + inserted :]
         )
         if same:
-            return {str(each): 1 + times for each in part[at - size : at] if isinstance(each, Action)}
+            return {str(entry): 1 + times for entry in part[at - size : at] if isinstance(entry, Action)}
     return None
 
 
 def _by_way(entries: Sequence[Entry], n_of_way: int) -> list[Entry]:
     """Return entries with micro-batches numbered within their way; the second way starts at `_APART`."""
-    return [_renumbered(each, lambda at: at // n_of_way * _APART + at % n_of_way) for each in entries]
+    return [_renumbered(entry, lambda at: at // n_of_way * _APART + at % n_of_way) for entry in entries]
 
 
 def _later(entry: Entry, n: int) -> Entry:
@@ -107,4 +113,48 @@ def _later(entry: Entry, n: int) -> Entry:
 def _renumbered(entry: Entry, number: Callable[[int], int]) -> Entry:
     if isinstance(entry, Action):
         return entry._replace(microbatch=number(entry.microbatch))
-    return entry._replace(messages=tuple(each._replace(microbatch=number(each.microbatch)) for each in entry.messages))
+    return entry._replace(
+        messages=tuple(message._replace(microbatch=number(message.microbatch)) for message in entry.messages)
+    )
+
+
+ALL_RANKS = 8
+"""Maximum world size for which every rank is run."""
+
+
+def one_of_each_class(layout: Layout, imbalance: float = 1.0) -> list[int]:
+    """Return ranks in ascending order that cover every class: all ranks of a small world; otherwise every rank of `pp`
+    at index 0 of the other axes, and at the first and last rank of `pp` also the last index along each other axis.
+
+    The first shard is the largest, so index 0 needs the most memory. A rank of ep with another number of rows has one
+    of these coordinates.
+    """
+    if layout.world_size <= ALL_RANKS:
+        return list(range(layout.world_size))
+    ranks = {layout.rank_at({"pp": pp}) for pp in range(layout.pp)}
+    for axis in DENSE_AXES:
+        degree = layout.degree(axis)
+        if axis != "pp" and degree > 1:
+            for pp in {0, layout.pp - 1}:
+                ranks.add(layout.rank_at({"pp": pp, axis: degree - 1}))
+    if layout.ep > 1 and imbalance != 1:
+        ranks.add(layout.group_of(0, "ep")[-1])
+    return sorted(ranks)
+
+
+def axes_of(layout: Layout, ranks: tuple[int, ...], rank: int) -> str:
+    """Return the axes along which the ranks of a process group differ: `tp`, `dp_shard x cp`, or `ep` if only that axis
+    has this group; `one rank` for a single rank."""
+    if len(ranks) == 1:
+        return "one rank"
+    first, last = layout.coordinates(ranks[0]), layout.coordinates(ranks[-1])
+    # Groups are boxes, so their first and last rank differ along all of their axes.
+    differ = [axis for axis in DENSE_AXES if first[axis] != last[axis]]
+    if layout.ep > 1 and len(differ) > 1:
+        for axes in (("ep",), ("expert_dp_shard",), ("dp_replicate", "expert_dp_shard")):
+            if tuple(layout.group_of(rank, *axes)) == ranks:
+                return " x ".join(axes)
+    if layout.ep > 1 and tuple(layout.group_of(rank, "ep")) == ranks:
+        whole = tuple(layout.group_of(rank, *differ))
+        return f"{differ[0]} = ep" if whole == ranks else "ep"
+    return " x ".join(differ)

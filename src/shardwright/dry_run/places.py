@@ -99,4 +99,4 @@ def _of_program(file: str) -> str:
     path = Path(file)
     if path.is_relative_to(_PACKAGE):
         return "" if path.is_relative_to(_HERE) else str(path.relative_to(_PACKAGE))
-    return "" if file.startswith("<") or any(path.is_relative_to(each) for each in _LIBRARIES) else file
+    return "" if file.startswith("<") or any(path.is_relative_to(library) for library in _LIBRARIES) else file

@@ -14,7 +14,7 @@ from shardwright.cost.job import Candidates
 from shardwright.cost.stack import SHARDWRIGHT
 from shardwright.cost.step import estimate
 from shardwright.cost.traffic import shards_over_link, step_messages
-from shardwright.dry_run.classes import axes_of
+from shardwright.dry_run.length import axes_of
 from shardwright.dry_run.record import LINK, AxisTraffic, RankRecord
 from shardwright.layout.layout import Layout
 from shardwright.system.errors import LayoutError
@@ -75,8 +75,8 @@ def planned(config: RunConfig, rank: int) -> PlannedRank | str:
         float(executed_flops(job, candidates).full[0]) * job.seq_len * job.global_batch / layout.world_size,
         _sent(step_messages(job, candidates, pp_rank), layout, rank)
         | {
-            (LINK, f"copy {where}"): AxisTraffic(*each)
-            for where, each in shards_over_link(job, candidates, pp_rank).items()
+            (LINK, f"copy {where}"): AxisTraffic(*n_bytes)
+            for where, n_bytes in shards_over_link(job, candidates, pp_rank).items()
         },
     )
 

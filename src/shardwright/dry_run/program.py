@@ -46,14 +46,14 @@ def dry_rank(
     imbalance: float = 1.0,
     history: bool = False,
     read: ReadCounts | None = None,
-    begun: Callable[[], None] = lambda: None,
+    on_action: Callable[[], None] = lambda: None,
     length: ShortenedStep | None = None,
 ) -> RankRecord:
     """Return the last of `steps` steps of `rank`, on a fake process group and fake tensors.
 
     It must run in its own process, in which no process group was used, since PyTorch caches results for the device
     meshes of a world. `gpu`: use the kernels and the allocator of a GPU instead of a CPU. `read`: the numbers of rows
-    that ranks of ep exchange; `balanced` by default. `begun`: called when an action of the recorded step starts.
+    that ranks of ep exchange; `balanced` by default. `on_action`: called when an action of the recorded step starts.
     `length`: as in `record_steps`.
     """
     layout = config.layout.layout()
@@ -76,7 +76,7 @@ def dry_rank(
             if gpu:
                 _fuse_norms(trainer.model.parts)
             return record_steps(
-                trainer, config, rank, lambda _, n: empty_batch(config, n), steps, gpu, history, begun, length
+                trainer, config, rank, lambda _, n: empty_batch(config, n), steps, gpu, history, on_action, length
             )
 
 
@@ -137,7 +137,7 @@ def record_steps(
     steps: int,
     gpu: bool,
     history: bool = False,
-    begun: Callable[[], None] = lambda: None,
+    on_action: Callable[[], None] = lambda: None,
     length: ShortenedStep | None = None,
 ) -> RankRecord:
     """Take steps on `batch(step, number of micro-batches)` and record the last, which is not the first. `length`: the
@@ -154,7 +154,7 @@ def record_steps(
     repeats = length.repeats[layout.coordinates(rank)["pp"]] if left_out else {}
     with (
         ModuleLocator(trainer.model.parts) as places,
-        OperationRecorder(layout, rank, places, gpu, begun) as recorder,
+        OperationRecorder(layout, rank, places, gpu, on_action) as recorder,
         ExitStack() as stack,
     ):
         if layout.offload_parameters != "none":
@@ -216,13 +216,13 @@ def empty_batch(config: RunConfig, n_microbatches: int) -> Batch:
     return Batch(tokens_ABT, tokens_ABT.clone(), ids_AB, n_targets, documents, references_AB=references)
 
 
-def balanced(n_ranks: int, mine: int, imbalance: float) -> ReadCounts:
+def balanced(n_ranks: int, rank: int, imbalance: float) -> ReadCounts:
     """Return numbers of rows for ep: every rank sends `imbalance` times the mean to the first rank, and equal parts of
-    the rest to the other ranks. `mine`: this rank of ep."""
+    the rest to the other ranks. `rank`: this rank of ep."""
 
     def read(rows_2n: Any, n_rows: int) -> list[list[int]]:
         to = shares(n_rows, n_ranks, imbalance)
-        return [to, [to[mine]] * n_ranks]
+        return [to, [to[rank]] * n_ranks]
 
     return read
 

@@ -2,9 +2,8 @@
 
 A record contains only numbers and names, so that it can be sent to another process, compared and written to a file.
 
-A dry run for viewers: a trace for ui.perfetto.dev, and a memory snapshot for pytorch.org/memory_viz.
-
-A dry run knows the order of operations but not their times, so both viewers show operations as microseconds. No torch.
+`write_trace` writes records for ui.perfetto.dev, `write_snapshot` for pytorch.org/memory_viz. A dry run knows the order
+of operations but not their times, so both viewers show operations as microseconds.
 """
 
 import json
@@ -218,20 +217,29 @@ def summed(
 
 def changes(allocations: Sequence[Allocation]) -> Iterator[tuple[int, int, int]]:
     """Yield (time, number of the storage, bytes added), not in order of time."""
-    for number, each in enumerate(allocations):
-        held = 0
-        for time, n_bytes in each.sizes:
-            yield time, number, n_bytes - held
-            held = n_bytes
+    for number, allocation in enumerate(allocations):
+        before = 0
+        for time, n_bytes in allocation.sizes:
+            yield time, number, n_bytes - before
+            before = n_bytes
 
 
 def _largest(allocations: Sequence[Allocation], time: int) -> Iterator[PeakTensor]:
     alive = []
-    for each in allocations:
-        n_bytes = next((size for at, size in reversed(each.sizes) if at <= time), 0)
+    for allocation in allocations:
+        n_bytes = next((size for at, size in reversed(allocation.sizes) if at <= time), 0)
         if n_bytes:
             alive.append(
-                PeakTensor(n_bytes, each.kind, each.shape, each.dtype, each.op, each.module, each.action, each.line)
+                PeakTensor(
+                    n_bytes,
+                    allocation.kind,
+                    allocation.shape,
+                    allocation.dtype,
+                    allocation.op,
+                    allocation.module,
+                    allocation.action,
+                    allocation.line,
+                )
             )
     yield from sorted(alive, key=lambda block: -block.n_bytes)[:N_LARGEST]
 
@@ -289,7 +297,7 @@ def write_snapshot(records: Sequence[RankRecord], path: Path) -> None:
 
 def _trace_entries(record: RankRecord) -> Iterator[dict[str, Any]]:
     history = _history(record)
-    held: dict[int, tuple[int, int]] = {}
+    resident: dict[int, tuple[int, int]] = {}
     """Address and bytes of each storage."""
     free = 1 << 32
     for time, number, delta in sorted(changes(history.allocations)):
@@ -300,12 +308,12 @@ def _trace_entries(record: RankRecord) -> Iterator[dict[str, Any]]:
             {"name": made.module or "outside of the model", "filename": f"action {made.action or '-'}", "line": 0},
         ]
         entry = {"stream": 0, "time_us": time, "frames": frames}
-        address, size = held.pop(number, (0, 0))
+        address, size = resident.pop(number, (0, 0))
         if size:
             for action in ("free_requested", "free_completed"):
                 yield entry | {"action": action, "addr": address, "size": size}
         if size + delta:
-            held[number] = free, size + delta
+            resident[number] = free, size + delta
             yield entry | {"action": "alloc", "addr": free, "size": size + delta}
             free += size + delta
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwright.dry_run.classes import axes_of
+from shardwright.dry_run.length import axes_of
 from shardwright.dry_run.operations import formulas_of, op_name
 from shardwright.dry_run.places import ModuleLocator, running_line
 from shardwright.dry_run.record import (
@@ -50,11 +50,11 @@ class OperationRecorder(DispatchMode):
     """
 
     def __init__(
-        self, layout: Layout, rank: int, places: ModuleLocator, gpu: bool, begun: Callable[[], None] = lambda: None
+        self, layout: Layout, rank: int, places: ModuleLocator, gpu: bool, on_action: Callable[[], None] = lambda: None
     ) -> None:
-        """`begun`: called when an action of the step starts."""
+        """`on_action`: called when an action of the step starts."""
         super().__init__()
-        self._begun = begun
+        self._on_action = on_action
         self.layout, self.rank, self.places, self.gpu = layout, rank, places, gpu
         self.allocations: list[Allocation] = []
         self.actions: list[tuple[int, str]] = []
@@ -127,7 +127,7 @@ class OperationRecorder(DispatchMode):
 
     def begin(self, action: str) -> None:
         """Start an action of the step."""
-        self._begun()
+        self._on_action()
         self._now += 1
         self.actions.append((self._now, action))
         self._of_action.clear()
@@ -136,9 +136,9 @@ class OperationRecorder(DispatchMode):
         """End a forward pass, or a backward pass that leaves weight gradients to a later action: memory that it created
         and has not freed is kept as activations."""
         for number in self._of_action:
-            each = self.allocations[number]
-            if not each.kind and each.sizes[-1][1] and number not in self._of_fsdp:
-                each.kind = "activations"
+            allocation = self.allocations[number]
+            if not allocation.kind and allocation.sizes[-1][1] and number not in self._of_fsdp:
+                allocation.kind = "activations"
         self._of_action.clear()
 
     def hold(self, n_bytes: int, kind: str) -> None:
@@ -223,9 +223,9 @@ class OperationRecorder(DispatchMode):
 
     def record(self, repeats: Mapping[str, int], history: bool = False) -> RankRecord:
         """Return the record after the step. `repeats`, `history`: as in `RankRecord`."""
-        for number, each in enumerate(self.allocations):
-            if not each.kind:
-                each.kind = "communication" if number in self._in_messages else "temporaries"
+        for number, allocation in enumerate(self.allocations):
+            if not allocation.kind:
+                allocation.kind = "communication" if number in self._in_messages else "temporaries"
         curve, peak, tops, largest = summed(self.allocations, self.actions)
         flops: Counter[str] = Counter()
         for (action, op), count in self.flops.items():
@@ -248,7 +248,7 @@ class OperationRecorder(DispatchMode):
     # Operations that PyTorch dispatches
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
+        if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor runs first; its operations on shards come back here
         kwargs = kwargs or {}
         if self._asked or self._unseen or func.namespace == "prim":  # prim: a query of a fake tensor's device
@@ -258,9 +258,9 @@ class OperationRecorder(DispatchMode):
             self._message(func, args)
         out = func(*args, **kwargs)
         there = bool(self._on_host) and self._computes_on_host(args)
-        for each in out if isinstance(out, list | tuple) else (out,):
-            if isinstance(each, Tensor):
-                self._made(each, func, there)
+        for result in out if isinstance(out, list | tuple) else (out,):
+            if isinstance(result, Tensor):
+                self._made(result, func, there)
         count, inside = formulas_of(func)
         if count is not None:
             self.flops[self._action, op_name(func)] += count(*args, **kwargs, out_val=out)
@@ -270,7 +270,7 @@ class OperationRecorder(DispatchMode):
 
     def _computes_on_host(self, args: Any) -> bool:
         """Return whether all tensor arguments of an operation are in host memory, where its results are then."""
-        tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+        tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
         return bool(tensors) and all(map(self.is_on_host, tensors))
 
     def _made(self, tensor: Tensor, func: Any, on_host: bool) -> None:
@@ -341,8 +341,8 @@ class OperationRecorder(DispatchMode):
     def _message(self, func: Any, args: Any) -> None:
         op = op_name(func).strip("_")
         op = _NAMES.get(op, op)
-        tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
-        group = next((each for each in args if isinstance(each, torch.ScriptObject) and _is_group(each)), None)
+        tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+        group = next((x for x in args if isinstance(x, torch.ScriptObject) and _is_group(x)), None)
         if group is None or not tensors:
             return
         axis, ranks = self._group(dist.ProcessGroup.unbox(group))
@@ -355,7 +355,7 @@ class OperationRecorder(DispatchMode):
         if of_fsdp and op == "reduce-scatter":
             self.mark(tensors[0], "gradients")
         self._times.append(self._now)
-        largest = max(tensors, key=lambda each: each.numel() * each.element_size())
+        largest = max(tensors, key=lambda x: x.numel() * x.element_size())
         n_bytes, peer, splits = largest.numel() * largest.element_size(), -1, ()
         if op in ("send", "receive"):
             peer = ranks[args[2]]
@@ -370,7 +370,7 @@ class OperationRecorder(DispatchMode):
                 ranks,
                 n_bytes,
                 str(largest.dtype).removeprefix("torch."),
-                tuple(tuple(each.shape) for each in tensors),
+                tuple(tuple(x.shape) for x in tensors),
                 self._action,
                 self.places.module,
                 splits,

@@ -19,14 +19,13 @@ from shardwright.config.reading import apply_override
 from shardwright.config.settle import MARGIN, job_of, needs_memory, of_fullest_stage, settled
 from shardwright.cost.stack import SHARDWRIGHT
 from shardwright.dry_run.agreement import Disagreement, disagreements
-from shardwright.dry_run.classes import one_of_each_class
-from shardwright.dry_run.length import step_length
+from shardwright.dry_run.length import one_of_each_class, step_length
 from shardwright.dry_run.planned import PlannedRank, grouped, planned
 from shardwright.dry_run.record import AxisTraffic, RankRecord, RecordedMessage
 from shardwright.planner.recomputation import peak_bytes
 from shardwright.system.errors import InputError, LayoutError
 from shardwright.system.units import parsed_bytes
-from shardwright.verification.progress import Tell, report_progress
+from shardwright.verification.ranks import Tell, report_progress
 
 TIMEOUT_S = 3600.0
 MOST_STEPS = 100
@@ -58,19 +57,19 @@ def how_of(
     """Return the settings of a dry run from user input. `device_memory`: text such as 80GiB, or bytes. Raises
     InputError with all problems at once."""
     memory_bytes = parsed_bytes(device_memory) if isinstance(device_memory, str) else device_memory
-    wrong = []
+    problems = []
     if not memory_bytes:
-        wrong.append(f"device memory {device_memory}: a number above 0 and a unit are needed, such as 80GiB")
+        problems.append(f"device memory {device_memory}: a number above 0 and a unit are needed, such as 80GiB")
     if count_as not in ("gpu", "cpu"):
-        wrong.append(f"counting as {count_as}: not one of gpu, cpu")
+        problems.append(f"counting as {count_as}: not one of gpu, cpu")
     if steps < 2:
-        wrong.append(f"{steps} steps: 2 or more are needed; the first one prepares what all later ones use")
+        problems.append(f"{steps} steps: 2 or more are needed; the first one prepares what all later ones use")
     if steps > MOST_STEPS:
-        wrong.append(f"{steps:,} steps: at most {MOST_STEPS} are taken; all after the first need and send the same")
+        problems.append(f"{steps:,} steps: at most {MOST_STEPS} are taken; all after the first need and send the same")
     if not 1 <= imbalance < float("inf"):
-        wrong.append(f"an imbalance of {imbalance:g}: a number of 1 (balanced) or more is needed")
-    if wrong or not memory_bytes:
-        raise InputError(*wrong)
+        problems.append(f"an imbalance of {imbalance:g}: a number of 1 (balanced) or more is needed")
+    if problems or not memory_bytes:
+        raise InputError(*problems)
     return DryRunSettings(memory_bytes, count_as == "gpu", steps, imbalance, history)
 
 
@@ -163,19 +162,19 @@ def dry_run(
         config, given = map(_not_compiled, (config, given))
     ranks = one_of_each_class(layout, how.imbalance) if rank is None else [rank]
     records = _run(config, how, ranks, tell)
-    found = DryRun(
+    result = DryRun(
         config,
         how,
         tuple(records),
-        {each: planned(config, each) for each in ranks},
+        {number: planned(config, number) for number in ranks},
         tuple(disagreements(records)) if rank is None else (),
         stages=given.batch.schedule.stages,
         compile_left_out=compiles,
     )
-    if found.fits or not remedies:
-        return found
-    tried = tuple(_remedies(given, how, found.fullest.rank, tell))
-    return replace(found, remedies=tried)
+    if result.fits or not remedies:
+        return result
+    tried = tuple(_remedies(given, how, result.fullest.rank, tell))
+    return replace(result, remedies=tried)
 
 
 def _run(
@@ -191,15 +190,15 @@ def _run(
         assert isinstance(record, RankRecord)
         return record
 
-    def n_begun() -> int:
-        return sum(each.stat().st_size for each in Path(folder).iterdir())
+    def n_started() -> int:
+        return sum(file.stat().st_size for file in Path(folder).iterdir())
 
     layout, length = config.layout.layout(), step_length(config)
     total = sum(length.n_actions[layout.coordinates(rank)["pp"]] for rank in ranks)
     what = f"{what} of {f'{len(ranks)} ranks' if len(ranks) > 1 else f'rank {ranks[0]}'}"
     with (
         TemporaryDirectory(prefix="shardwright-dryrun-") as folder,
-        report_progress(tell, what, n_begun, total, "actions"),
+        report_progress(tell, what, n_started, total, "actions"),
         ThreadPoolExecutor(min(len(ranks), cpu_count() or 1)) as pool,
     ):
         try:
@@ -216,7 +215,7 @@ def _in_process(text: str, rank: int, how: DryRunSettings, progress: str) -> Ran
     config = parse(tomllib.loads(text))
     with open(progress, "ab", buffering=0) as file:
 
-        def begun() -> None:
+        def count_action() -> None:
             file.write(b".")
 
         return dry_rank(
@@ -226,7 +225,7 @@ def _in_process(text: str, rank: int, how: DryRunSettings, progress: str) -> Ran
             steps=how.steps,
             imbalance=how.imbalance,
             history=how.history,
-            begun=begun,
+            on_action=count_action,
         )
 
 
@@ -237,7 +236,7 @@ def _not_compiled(config: RunConfig) -> RunConfig:
 def _remedies(config: RunConfig, how: DryRunSettings, rank: int, tell: Tell) -> Iterator[DryRunRemedy]:
     """Yield changes of the run file after which the rank fits with the stage of the batch that needs most memory:
     changes that fit by the plan, each confirmed by a dry run."""
-    found = 0
+    n_remedies = 0
     seen = [of_fullest_stage(config)]
     for changes in _changes(config):
         try:
@@ -254,8 +253,8 @@ def _remedies(config: RunConfig, how: DryRunSettings, rank: int, tell: Tell) -> 
         needed = _needed_bytes(record, planned(changed, record.rank))
         if needed <= how.limit_bytes:
             yield DryRunRemedy(change, needed)
-            found += 1
-        if found == _MOST_REMEDIES:
+            n_remedies += 1
+        if n_remedies == _MOST_REMEDIES:
             return
 
 

@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from functools import partial
 from math import radians, sin
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardwright.dry_run.agreement import checked
-from shardwright.dry_run.document import dry_run_data
 from shardwright.dry_run.length import step_length
-from shardwright.dry_run.record import KINDS, WAIT, RankRecord
+from shardwright.dry_run.planned import PlannedRank
+from shardwright.dry_run.record import KINDS, WAIT, Moment, RankRecord, RecordedMessage
 from shardwright.dry_run.run import DryRun
 from shardwright.report.plan_pictures import KINDS as COLOURS_OF_KINDS
 from shardwright.report.plan_pictures import ROLES
@@ -78,7 +78,7 @@ def dry_run_document(result: DryRun, messages: bool) -> VerbDocument:
     parts += [Section("Collectives and messages"), _traffic(result, record)]
     if len(result.records) > 1:
         parts += _ranks(result)
-    parts += [Note(each.sentence, "ranks do not agree", "bad") for each in result.disagreements]
+    parts += [Note(disagreement.sentence, "ranks do not agree", "bad") for disagreement in result.disagreements]
     if not result.fits and result.remedies is not None:
         parts += [Section("What would make it fit"), *_remedies(result)]
     if messages:
@@ -173,8 +173,8 @@ def _ranks(result: DryRun) -> Iterator[Part]:
     yield Table(
         (Column("rank", COUNT), Column("peak", BYTES), Column("in", NUMBER), Column("messages", COUNT)),
         [
-            (each.rank, each.peak.n_bytes, each.peak.action, sum(sums.calls for sums in each.sent.values()))
-            for each in result.records
+            (record.rank, record.peak.n_bytes, record.peak.action, sum(sums.calls for sums in record.sent.values()))
+            for record in result.records
         ],
     )
     counts, world_size = checked(result.records), result.config.layout.layout().world_size
@@ -188,8 +188,8 @@ def _ranks(result: DryRun) -> Iterator[Part]:
 
 
 def _remedies(result: DryRun) -> Iterator[Part]:
-    for each in result.remedies or ():
-        yield Note(f"fits with {each.change}: {format_bytes(each.needed_bytes)}")
+    for remedy in result.remedies or ():
+        yield Note(f"fits with {remedy.change}: {format_bytes(remedy.needed_bytes)}")
     if not result.remedies:
         yield Note(
             "none of the changes that were tried makes it fit; `shardwright plan` searches every layout of a cluster"
@@ -201,9 +201,9 @@ def _messages(record: RankRecord) -> Table:
     return Table(
         [Column(name) for name in names],
         [
-            (each.action, each.op, each.axis, each.n_bytes, each.dtype, each.module or "-")
-            for each in record.messages
-            if each.op != WAIT
+            (message.action, message.op, message.axis, message.n_bytes, message.dtype, message.module or "-")
+            for message in record.messages
+            if message.op != WAIT
         ],
     )
 
@@ -222,12 +222,85 @@ def _memory_svg(record: RankRecord) -> str:
         ax = figure.add_axes((0.06, bottom, 0.92, 0.82 - bottom))
         below = np.zeros(len(curve))
         for colour, kind in zip(colours, KINDS, strict=False):
-            held = np.array([moment.kinds[kind] for moment in curve]) / unit
-            ax.bar(places, held, bottom=below, width=1.0, color=colour, linewidth=0, label=kind)
-            below = below + held
+            resident = np.array([moment.kinds[kind] for moment in curve]) / unit
+            ax.bar(places, resident, bottom=below, width=1.0, color=colour, linewidth=0, label=kind)
+            below = below + resident
         ax.set_xticks(places[::step], names[::step], rotation=_NAMES_AT, ha="right", rotation_mode="anchor")
         ax.set_xlim(-0.6, len(curve) - 0.4)
         figure.text(0.06, 0.98, f"Memory, {name}", va="top", fontsize=10.5, fontweight="bold", color=COLOURS["ink"])
         figure.legend(ncols=len(KINDS), loc="upper left", bbox_to_anchor=(0.06, 0.92))
 
     return rendered(_SIZE_IN, compose, "svg", transparent=True).decode("utf-8")
+
+
+def dry_run_data(result: DryRun) -> dict[str, Any]:
+    """Return a dry run as a JSON-compatible dict. Bytes are integers; the plan's values are None, with a reason, if
+    missing."""
+    return {
+        "fits": result.fits,
+        "limit_bytes": result.how.limit_bytes,
+        "needed_bytes": result.needed_bytes(result.fullest),
+        "layout": result.config.layout.layout().settings(),
+        "world_size": result.config.layout.layout().world_size,
+        "compile_left_out": result.compile_left_out,
+        "microbatches": result.config.accumulation,
+        "microbatches_run": step_length(result.config).n_run,
+        "fullest": result.fullest.rank,
+        "ranks": [_rank(result, record) for record in result.records],
+        "checked": checked(result.records)._asdict(),
+        "disagreements": [
+            {
+                "what": disagreement.what,
+                "sentence": disagreement.sentence,
+                "sides": [
+                    {"rank": rank, "message": None if side is None else _message(side)}
+                    for rank, side in zip(disagreement.ranks, disagreement.sides, strict=True)
+                ],
+            }
+            for disagreement in result.disagreements
+        ],
+        "remedies": None if result.remedies is None else [vars(remedy) for remedy in result.remedies],
+    }
+
+
+def _rank(result: DryRun, record: RankRecord) -> dict[str, Any]:
+    plan = result.plans[record.rank]
+    return {
+        "rank": record.rank,
+        "peak": _moment(record.peak),
+        "peak_of_kinds": record.peak_of_kinds,
+        "host_bytes": record.host_bytes,
+        "plan": _plan(plan),
+        "groups": {name: {"dry_bytes": dry, "plan_bytes": by_plan} for name, dry, by_plan in result.groups(record)},
+        "curve": [_moment(moment) for moment in record.curve],
+        "largest": [block._asdict() for block in record.largest],
+        "traffic": [
+            {"axis": axis, "op": op, "calls": sums.calls, "bytes": sums.n_bytes}
+            | ({} if by_plan is None else {"plan_calls": by_plan.calls, "plan_bytes": by_plan.n_bytes})
+            for axis, op, sums, by_plan in result.traffic(record)
+        ],
+        "flops": record.flops,
+        "messages": [_message(message) for message in record.messages if message.op != WAIT],
+    }
+
+
+def _plan(plan: PlannedRank | str) -> dict[str, Any]:
+    if isinstance(plan, str):
+        return {"peak_bytes": None, "why": plan}
+    return {
+        "peak_bytes": plan.peak_bytes,
+        "workspace_bytes": plan.workspace_bytes,
+        "moment": plan.moment,
+        "flops": plan.flops,
+    }
+
+
+def _moment(moment: Moment) -> dict[str, Any]:
+    return {**moment._asdict(), "bytes": moment.n_bytes}
+
+
+def _message(message: RecordedMessage) -> dict[str, Any]:
+    """Return a message as a dict. `first_rank`, `n_ranks`: of the process group."""
+    fields = message._asdict()
+    ranks = fields.pop("ranks")
+    return fields | {"first_rank": ranks[0], "n_ranks": len(ranks)}

@@ -182,16 +182,18 @@ def watch(trainer: Trainer, recorder: OperationRecorder) -> None:
 
 def _gathered(engine: Sharded, recorder: OperationRecorder) -> list[Any]:
     """Mark the tensors that FSDP gathers into; return the unsharded parameters."""
-    found = []
+    unsharded = []
     for group in engine.groups:
         for parameters in parameter_groups(group):
-            for each in parameters.fsdp_params:
-                for gathered in each.all_gather_outputs:
+            for parameter in parameters.fsdp_params:
+                for gathered in parameter.all_gather_outputs:
                     recorder.mark(gathered, "gathered")
-                theirs: Any = each
-                theirs.to_sharded_post_forward = partial(_keep_part, each.to_sharded_post_forward, each, recorder)
-                found.append(whole_parameter(each))
-    return found
+                theirs: Any = parameter
+                theirs.to_sharded_post_forward = partial(
+                    _keep_part, parameter.to_sharded_post_forward, parameter, recorder
+                )
+                unsharded.append(whole_parameter(parameter))
+    return unsharded
 
 
 def _keep_part(keep: Callable[[], None], parameter: Any, recorder: OperationRecorder) -> None:
@@ -205,8 +207,8 @@ def _mark_accumulated(engines: Iterable[DataEngine], recorder: OperationRecorder
     for engine in engines:
         for group in engine.groups if isinstance(engine, Sharded) else ():
             for parameters in parameter_groups(group):
-                for each in parameters.fsdp_params:
-                    recorder.mark(each.unsharded_accumulated_grad, "gradients")
+                for parameter in parameters.fsdp_params:
+                    recorder.mark(parameter.unsharded_accumulated_grad, "gradients")
 
 
 def _states(states: Mapping[Any, Mapping[str, Any]], recorder: OperationRecorder, on_host: bool) -> None:
@@ -263,11 +265,11 @@ def _on_host(optimizer: OptimizerOnHost, recorder: OperationRecorder) -> None:
     fetch, send = link.fetch, link.send
 
     def fetched(on_host: Sequence[Tensor], on_device: Sequence[Tensor]) -> Callable[[], None]:
-        recorder.copied(TO_HOST, sum(each.nbytes for each in on_device))
+        recorder.copied(TO_HOST, sum(x.nbytes for x in on_device))
         return fetch(on_host, on_device)
 
     def sent(on_device: Sequence[Tensor], on_host: Sequence[Tensor]) -> None:
-        recorder.copied(TO_DEVICE, sum(each.nbytes for each in on_host))
+        recorder.copied(TO_DEVICE, sum(x.nbytes for x in on_host))
         send(on_device, on_host)
 
     link.fetch, link.send = fetched, sent  # type: ignore[method-assign]
@@ -286,7 +288,7 @@ def copies_of_shards(recorder: OperationRecorder) -> Iterator[None]:
     copied."""
 
     def come(parameters: list[FSDPParam]) -> None:
-        recorder.copied(TO_DEVICE, sum(shard_of(each).nbytes for each in parameters if _comes(each)))
+        recorder.copied(TO_DEVICE, sum(shard_of(parameter).nbytes for parameter in parameters if _comes(parameter)))
 
     def gathered(gather: Callable[..., Any]) -> Callable[..., Any]:
         def gather_and_record(parameters: list[FSDPParam], *args: Any, **kwargs: Any) -> Any:
@@ -321,8 +323,8 @@ def copies_of_shards(recorder: OperationRecorder) -> Iterator[None]:
         def reduce_and_record(parameters: list[FSDPParam], *args: Any, **kwargs: Any) -> Any:
             result = reduce(parameters, *args, **kwargs)
             if result[-1] is None:  # otherwise the reduced gradient waits on the device for the sum over replicas
-                offloaded = [each for each in parameters if each.offload_to_cpu]
-                recorder.copied(TO_HOST, sum(_put_gradient(each, recorder) for each in offloaded))
+                offloaded = [parameter for parameter in parameters if parameter.offload_to_cpu]
+                recorder.copied(TO_HOST, sum(_put_gradient(parameter, recorder) for parameter in offloaded))
             return result
 
         return reduce_and_record

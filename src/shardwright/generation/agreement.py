@@ -61,7 +61,7 @@ class PathAgreement:
     @property
     def holds(self) -> bool:
         """Whether every log-probability is finite and every difference is within the bound."""
-        return math.isfinite(self.bound) and all(each.largest <= self.bound for each in self.paths)
+        return math.isfinite(self.bound) and all(path.largest <= self.bound for path in self.paths)
 
 
 def rounding_bound(spec: ModelSpec, dtype: torch.dtype, largest: float) -> float:
@@ -93,8 +93,10 @@ def _on_rank(request: ScoreRequest, device: torch.device) -> PathAgreement:
     engine = LayoutEngine(model, device, *cache_sizes(request, own))
     paths = []
     for name, score in (("score", scored), ("generate", decoded)):
-        parts = gathered({i: each.log_probs for i, each in score(engine, own).items()}, dict[int, tuple[float, ...]])
-        values = {i: each for part in parts for i, each in part.items()}
+        parts = gathered(
+            {i: scored.log_probs for i, scored in score(engine, own).items()}, dict[int, tuple[float, ...]]
+        )
+        values = {i: log_probs for part in parts for i, log_probs in part.items()}
         pairs = [pair for i in trainer for pair in zip(values[i], trainer[i], strict=True)]
         differences = [abs(a - b) for a, b in pairs]
         n_equal = sum(a == b for a, b in pairs)
@@ -136,7 +138,7 @@ def agreement_view(agreement: PathAgreement) -> VerbDocument:
         ),
     ]
     data = {
-        "paths": [each._asdict() for each in agreement.paths],
+        "paths": [path._asdict() for path in agreement.paths],
         "n_tokens": agreement.n_tokens,
         "dtype": agreement.dtype,
         "bound": agreement.bound,

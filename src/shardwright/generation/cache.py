@@ -7,10 +7,9 @@ attention that writes the keys and values of the new tokens into the cache and r
 A rank of tp has the keys and values of its own heads alone. A layer with a window has only the keys of the window.
 `serving.work` has the bytes as a formula.
 
-The cache of multi-head latent attention: one latent vector and one rotated key a token, for all heads.
-
-The query of a head is multiplied by that head's matrix of keys, and the output by its matrix of values, instead of
-every cached latent vector (DeepSeek-V2, arXiv 2405.04434, section 2.1.2: the matrices are absorbed):
+The cache of multi-head latent attention has one latent vector and one rotated key a token, for all heads. The query of
+a head is multiplied by that head's matrix of keys, and the output by its matrix of values, instead of every cached
+latent vector (DeepSeek-V2, arXiv 2405.04434, section 2.1.2: the matrices are absorbed):
 
     q_N . (W_k latent) = (q_N W_k) . latent        sum_s p_s (W_v latent_s) = W_v (sum_s p_s latent_s)
 
@@ -361,7 +360,9 @@ class CachedDeltaNet:
         else:
             parts = zip(*(x.split(_lengths(batch), 1) for x in projections), strict=True)
             run = self._run_again if self.cache.n_ahead else self._run
-            o_NF = torch.cat([run(*each, weights)[0] for each in zip(batch.segments, parts, strict=True)])
+            o_NF = torch.cat(
+                [run(*segment_and_parts, weights)[0] for segment_and_parts in zip(batch.segments, parts, strict=True)]
+            )
         o_1NF = padded(o_NF, whole[0])
         return o_1NF if batch.held is None else torch.cat([o_1NF[:, at.start : at.stop] for at in batch.held], 1)
 

@@ -120,7 +120,7 @@ def _task(request: EvalRequest, source: Source) -> _EvaluationTask:
         if not is_text(str(request.data)):
             raise InputError(f"--data {request.data}: the name of the folder is not UTF-8 text; rename it")
         data = data.model_copy(update={"path": str(request.data), "sources": [], "stages": [], "order": "all"})
-    if any(_has_pairs(each.path, data.token_cache, request.split) for each in sources_of(data)):
+    if any(_has_pairs(source.path, data.token_cache, request.split) for source in sources_of(data)):
         if request.sequences is not None:
             raise InputError(
                 f"--sequences {request.sequences}: the data are pairs of answers, which are documents of one sequence; "
@@ -153,7 +153,7 @@ def _has_pairs(path: str, cache: TokenCache, split: str) -> bool:
 
 def _for_data(task: _EvaluationTask, request: EvalRequest, samples: dict[str, Samples]) -> _EvaluationTask:
     """Return the task, of the next token if the data are no pairs. Raises DataError if the loss of pairs was asked."""
-    others = [name for name, each in samples.items() if not isinstance(each, PairSamples)]
+    others = [name for name, samples_of_name in samples.items() if not isinstance(samples_of_name, PairSamples)]
     if not task.of_pairs or not others:
         return task
     if request.loss == "pairs":
@@ -167,8 +167,8 @@ def _with_references(task: _EvaluationTask, split: str, source: Source, samples:
         return task
     assert isinstance(source.weights, CheckpointWeights)
     run, data = run_of_checkpoint(source.weights.path), source.weights.manifest.data
-    fingerprint = " ".join(each.origin(0)[0].manifest.fingerprint for each in samples.values())
-    splits = {f"{split}/{n}": each for n, each in enumerate(samples.values())}
+    fingerprint = " ".join(samples_of_name.origin(0)[0].manifest.fingerprint for samples_of_name in samples.values())
+    splits = {f"{split}/{n}": samples_of_name for n, samples_of_name in enumerate(samples.values())}
     digest = None if data is None else data.get("reference")
     way_out = "measure the next token with --loss tokens"
     if run is None:
@@ -212,7 +212,9 @@ def evaluate(request: EvalRequest) -> LossEvaluation | None:
         return None
     n_samples = sum(min(len(s), request.samples or len(s)) for s in samples.values())
     folders = tuple(task.folders.values())
-    means = {name: [total / n for total, n in each] for name, each in zip(samples, sums, strict=True) if each[0][1]}
+    means = {
+        name: [total / n for total, n in totals] for name, totals in zip(samples, sums, strict=True) if totals[0][1]
+    }
     if not means:
         raise InputError(
             f"none of the {n_samples:,} sequences of the {request.split} split in {', '.join(folders)} has a token "
@@ -223,7 +225,7 @@ def evaluate(request: EvalRequest) -> LossEvaluation | None:
         weighted_mean(mixtures, list(samples), task.step, {name: of_source[at] for name, of_source in means.items()})
         for at in range(len(sums[0]))
     )
-    counted = int(sum(each[0][1] for each in sums))
+    counted = int(sum(totals[0][1] for totals in sums))
     remarks = unchecked_tokenizers({f"{request.model}": source.weights.path}) if request.data is not None else []
     if not task.of_pairs:
         perplexity = math.exp(min(loss, 700.0))

@@ -141,7 +141,7 @@ def generate(request: GenerationRequest) -> GenerationResult | None:
     if place is not None and place.rank != 0:
         return None
     if request.record_experts is not None:
-        write_choices(request.record_experts, {n + 1: each for n, each in done.experts.items()}, source.spec)
+        write_choices(request.record_experts, {n + 1: experts for n, experts in done.experts.items()}, source.spec)
     return _answer(request, text, done, ids, source.spec)
 
 

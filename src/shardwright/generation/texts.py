@@ -152,7 +152,7 @@ def _tokens_of(record: Any, text: Text, chat: Callable[[], ChatFormat]) -> tuple
     begin: list[int] = []
     if any(apart) and text.begins:  # a prompt starts as in `generate`
         begin = text.encode("")
-    sections = answer_sections(0, [_encodable(each) for each in texts], trained, any(apart), text, closed=True)
+    sections = answer_sections(0, [_encodable(part) for part in texts], trained, any(apart), text, closed=True)
     ids, is_scored = encode_sections(text, sections)
     return begin + ids.tolist(), [False] * len(begin) + is_scored.tolist()
 
@@ -207,21 +207,22 @@ def scores_view(scores: Sequence[TextScore]) -> VerbDocument:
         Column("scored text", WORDS),
     ]
     rows = [
-        (each.line, each.n_tokens, each.log_prob, each.log_prob_per_token, _beginning(each.tokens)) for each in scores
+        (result.line, result.n_tokens, result.log_prob, result.log_prob_per_token, _beginning(result.tokens))
+        for result in scores
     ]
-    total, n_tokens = math.fsum(each.log_prob for each in scores), sum(each.n_tokens for each in scores)
+    total, n_tokens = math.fsum(result.log_prob for result in scores), sum(result.n_tokens for result in scores)
     note = Note(f"{counted(n_tokens, 'token')}, log-probability {total / n_tokens:.5f} a token (natural logarithm)")
     data = {
         "texts": [
             {
-                "line": each.line,
-                "log_prob": each.log_prob,
-                "log_prob_per_token": each.log_prob_per_token,
-                "n_tokens": each.n_tokens,
-                "greedy": each.greedy,
-                "tokens": [vars(token) for token in each.tokens],
+                "line": result.line,
+                "log_prob": result.log_prob,
+                "log_prob_per_token": result.log_prob_per_token,
+                "n_tokens": result.n_tokens,
+                "greedy": result.greedy,
+                "tokens": [vars(token) for token in result.tokens],
             }
-            for each in scores
+            for result in scores
         ],
         "log_prob_per_token": total / n_tokens,
         "n_tokens": n_tokens,

@@ -15,28 +15,21 @@ from pydantic import BaseModel, ValidationError
 
 from shardwright.hugging_face import (
     cohere,
-    deepseek_v2,
-    deepseek_v3,
+    deepseek,
     gemma,
-    gemma2,
     glm4,
-    glm4_moe,
     gpt2,
     gpt_oss,
     granite,
-    granite_moe,
     llama,
     llama4,
     mistral,
-    mixtral,
     multimodal,
     olmo2,
     phi3,
-    qwen2,
-    qwen2_moe,
-    qwen3,
-    qwen3_moe,
+    qwen,
     qwen3_next,
+    qwen_moe,
     smollm3,
     starcoder2,
 )
@@ -92,25 +85,18 @@ LENGTH = struct.Struct("<Q")
 _BUILT_IN = (
     llama,
     mistral,
-    qwen3,
+    qwen,
     gpt2,
-    mixtral,
-    qwen3_moe,
+    qwen_moe,
     qwen3_next,
-    qwen2_moe,
-    deepseek_v3,
-    deepseek_v2,
+    deepseek,
     olmo2,
     granite,
-    granite_moe,
     phi3,
-    qwen2,
     smollm3,
     gemma,
-    gemma2,
     glm4,
     starcoder2,
-    glm4_moe,
     gpt_oss,
     cohere,
     llama4,
@@ -118,7 +104,7 @@ _BUILT_IN = (
 )
 """Modules of the built-in architectures, whose imports register them. A model is exported as the first that fits."""
 for _module in _BUILT_IN:
-    for _architecture in [each for each in vars(_module).values() if isinstance(each, Architecture)]:
+    for _architecture in [value for value in vars(_module).values() if isinstance(value, Architecture)]:
         ARCHITECTURES[_architecture.model_type] = ARCHITECTURES.pop(_architecture.model_type)
 
 
@@ -161,8 +147,8 @@ def read_folder(path: Path) -> ModelFolder:
     Raises ConfigError if it is not supported, with every reason.
     """
     config, architecture, spec = _read_config(inside(path, CONFIG))
-    if wrong := list(_wrong_token_ids(path, architecture, spec.vocab_size)):
-        raise ConfigError(*wrong)
+    if problems := list(_wrong_token_ids(path, architecture, spec.vocab_size)):
+        raise ConfigError(*problems)
     if spec.mtp_modules and not _holds_layer(path, architecture, spec.n_layers):
         spec = replace(spec, mtp_modules=0)
     untied = spec.tied_embedding and _has_own_head(path, architecture)

@@ -15,6 +15,6 @@ class Float64(TorchFunctionMode):
         wide = {torch.float32: torch.float64}
         if func in (Tensor.float, Tensor.bfloat16):
             func = Tensor.double
-        args = [wide.get(each, each) if isinstance(each, torch.dtype) else each for each in args]
-        named = {key: wide.get(each, each) if key == "dtype" else each for key, each in (kwargs or {}).items()}
+        args = [wide.get(value, value) if isinstance(value, torch.dtype) else value for value in args]
+        named = {key: wide.get(value, value) if key == "dtype" else value for key, value in (kwargs or {}).items()}
         return func(*args, **named)

@@ -7,7 +7,7 @@ images are left out, and `export` writes the text part.
 from dataclasses import replace
 from typing import Any
 
-from shardwright.hugging_face import gemma2, llama, llama4, mistral
+from shardwright.hugging_face import gemma, llama, llama4, mistral
 from shardwright.hugging_face.architecture import Architecture, register
 
 _LEFT_OUT = {r"(vision_model|vision_tower|multi_modal_projector)\..*": "only the text part of the model is read"}
@@ -39,5 +39,5 @@ def _of_text(text: Architecture, model_type: str, class_name: str, defaults: dic
 
 
 LLAMA4 = _of_text(llama4.LLAMA4_TEXT, "llama4", "Llama4ForConditionalGeneration", {})
-GEMMA3 = _of_text(gemma2.GEMMA3, "gemma3", "Gemma3ForConditionalGeneration", _GEMMA3_DEFAULTS)
+GEMMA3 = _of_text(gemma.GEMMA3, "gemma3", "Gemma3ForConditionalGeneration", _GEMMA3_DEFAULTS)
 MISTRAL3 = _of_text(mistral.MISTRAL, "mistral3", "Mistral3ForConditionalGeneration", {})

@@ -3,9 +3,9 @@ the branches.
 
 All norm all queries of a token together, and all its keys."""
 
-from shardwright.hugging_face import llama, qwen3, windows
+from shardwright.hugging_face import llama, qwen, windows
 from shardwright.hugging_face.architecture import Architecture, Config, Table, register
-from shardwright.hugging_face.qwen3_moe import EXPERTS
+from shardwright.hugging_face.qwen_moe import EXPERTS
 from shardwright.hugging_face.rope import write_rope
 from shardwright.model.spec import ModelSpec
 
@@ -24,7 +24,7 @@ OLMO2 = register(
         fixed={"hidden_act": "silu", "attention_bias": False},
         complete=lambda config: llama.complete(config, norm_eps=1e-5),
         ends=llama.ENDS,
-        layer=qwen3.ATTENTION | llama.NETWORK | NORMS_AFTER,
+        layer=qwen.ATTENTION | llama.NETWORK | NORMS_AFTER,
         ignored=llama.IGNORED,
     )
 )
@@ -77,7 +77,7 @@ OLMOE = register(
         fixed={"hidden_act": "silu", "attention_bias": False, "clip_qkv": None},
         complete=lambda config: llama.complete({"norm_topk_prob": False} | config, norm_eps=1e-5),
         ends=llama.ENDS,
-        layer=qwen3.ATTENTION | EXPERTS,
+        layer=qwen.ATTENTION | EXPERTS,
         ignored=llama.IGNORED,
     )
 )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from shardwright.hugging_face import llama, qwen2_moe, qwen3, qwen3_moe
+from shardwright.hugging_face import llama, qwen, qwen_moe
 from shardwright.hugging_face.architecture import Architecture, Config, Table, register
 from shardwright.layout.key import MOST_LAYERS
 from shardwright.model.spec import ModelSpec
@@ -76,28 +76,28 @@ def problems(config: Config) -> Iterator[str]:
         yield f"layer_types has {', '.join(unknown)}; valid: {FULL}, {LINEAR}"
     elif kinds is not None and _interval(kinds) is None:
         yield f"layer_types has no supported pattern; valid: {FULL} in every n-th layer, {LINEAR} in all others"
-    yield from qwen2_moe.shared_problems(config)
+    yield from qwen_moe.shared_problems(config)
 
 
 def written(spec: ModelSpec) -> Config:
     """Return the kinds of all layers, the dense layers and the width of the shared expert."""
     kinds = [LINEAR if spec.is_linear(layer) else FULL for layer in range(spec.n_layers)]
-    return qwen2_moe.written(spec) | {"layer_types": kinds}
+    return qwen_moe.written(spec) | {"layer_types": kinds}
 
 
 QWEN3_NEXT = register(
     Architecture(
         model_type="qwen3_next",
         class_name="Qwen3NextForCausalLM",
-        sizes=qwen3_moe.SIZES | {"moe.d_shared": "shared_expert_intermediate_size"} | SIZES,
-        choices=qwen3.CHOICES
+        sizes=qwen_moe.SIZES | {"moe.d_shared": "shared_expert_intermediate_size"} | SIZES,
+        choices=qwen.CHOICES
         | {"norm_offset": True, "attention_gate": True}
         | {"moe.n_shared": 1, "moe.shared_gate": True, "moe.score": "softmax", "moe.bias_rate": 0.0},
-        fixed=qwen3.FIXED,
+        fixed=qwen.FIXED,
         complete=complete,
         written=written,
         ends=llama.ENDS,
-        layer=qwen3.ATTENTION | NET | llama.NETWORK | qwen3_moe.EXPERTS | qwen2_moe.SHARED,
+        layer=qwen.ATTENTION | NET | llama.NETWORK | qwen_moe.EXPERTS | qwen_moe.SHARED,
         rope_fraction=0.25,
         ignored=llama.IGNORED | {r"mtp\..*": "transformers has no module of multi-token prediction for Qwen3-Next"},
         problems=problems,

@@ -158,8 +158,8 @@ class HuggingFaceWeights(MappedTensors):
         *lead, n_in = tensor.shape
         for name, more in zip(halves, ((_GROUP // 2,), ()), strict=True):
             if n_in % _GROUP or self._held[name].shape != (*lead, n_in // _GROUP, *more):
-                found, expected = [*self._held[name].shape], [*lead, n_in // _GROUP, *more]
-                raise CheckpointError(f"{self.path}: {name} is {found}, and config.json makes it {expected}")
+                shape, expected = [*self._held[name].shape], [*lead, n_in // _GROUP, *more]
+                raise CheckpointError(f"{self.path}: {name} is {shape}, and config.json makes it {expected}")
             if (dtype := self._held[name].dtype) != "uint8":
                 raise CheckpointError(f"{self.path}: {name} is {dtype}, and a tensor in mxfp4 has bytes: uint8")
         self._halves[tensor.name] = halves

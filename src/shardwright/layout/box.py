@@ -17,10 +17,10 @@ class Box:
         self.degrees = degrees
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        found: dict[str, int] = {}
+        result: dict[str, int] = {}
         for axis, degree in reversed(self.degrees.items()):
-            rank, found[axis] = divmod(rank, degree)
-        return found
+            rank, result[axis] = divmod(rank, degree)
+        return result
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
         rank = 0

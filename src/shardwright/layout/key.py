@@ -115,8 +115,8 @@ class LayoutKey:
 
 
 def _members_problem(values: Sequence[str], valid: Sequence[str]) -> str | None:
-    if wrong := [value for value in values if value not in valid]:
-        return f"{wrong[0]!r} is not one of the choices; {nearest(wrong[0], valid)}"
+    if invalid := [value for value in values if value not in valid]:
+        return f"{invalid[0]!r} is not one of the choices; {nearest(invalid[0], valid)}"
     if not values or len(set(values)) < len(values):
         return f"one or more are needed, each once; valid: {', '.join(valid)}"
     return None

@@ -407,13 +407,13 @@ class LayoutKeys:
 
 _TYPES = get_type_hints(LayoutKeys)
 KEYS: dict[str, LayoutKey] = {
-    each.name: replace(
-        each.metadata["key"],
-        name=each.name,
-        type=_TYPES[each.name],
-        default=each.default,
-        group=each.metadata["key"].group or each.name,
+    entry.name: replace(
+        entry.metadata["key"],
+        name=entry.name,
+        type=_TYPES[entry.name],
+        default=entry.default,
+        group=entry.metadata["key"].group or entry.name,
     )
-    for each in fields(LayoutKeys)
+    for entry in fields(LayoutKeys)
 }
 """Every key of the layout, in output order."""

@@ -59,21 +59,21 @@ class Layout(LayoutKeys, NumberedRanks):
 
     def problems(self) -> list[str]:
         """Return one sentence for each rule that this layout breaks; empty for a valid layout."""
-        found = []
+        problems = []
         for name, key in KEYS.items():
             if rule := key.problem(getattr(self, name)):
-                found.append(f"layout.{name}={getattr(self, name)!r}: {rule}")
-        if not found and self.world_size > MOST_RANKS:
+                problems.append(f"layout.{name}={getattr(self, name)!r}: {rule}")
+        if not problems and self.world_size > MOST_RANKS:
             degrees = " x ".join(f"{axis} {self.degree(axis)}" for axis in DENSE_AXES if self.degree(axis) > 1)
-            found.append(f"layout: {degrees} = {self.world_size:,} ranks; at most {MOST_RANKS:,} are possible")
-        if found:
-            return found
+            problems.append(f"layout: {degrees} = {self.world_size:,} ranks; at most {MOST_RANKS:,} are possible")
+        if problems:
+            return problems
         for name, key in KEYS.items():
             value = getattr(self, name)
             if key.needs and not key.used(self) and value != key.default_in(self):
-                found.append(f"layout.{name}={value!r} needs {key.needs}; set that, or leave it out")
+                problems.append(f"layout.{name}={value!r} needs {key.needs}; set that, or leave it out")
         return [
-            *found,
+            *problems,
             *self._degree_problems(),
             *self._secondary_problems(),
             *self._compression_problems(),
@@ -316,5 +316,5 @@ def _check_names(values: Mapping[str, Any]) -> None:
     if unknown := [name for name in values if name not in KEYS]:
         raise LayoutError(*(f"layout.{name}: there is no such key; {nearest(name, KEYS)}" for name in unknown))
     rules = {name: KEYS[name].number_problem(value) for name, value in values.items()}
-    if wrong := [f"layout.{name}={values[name]!r}: {rule}" for name, rule in rules.items() if rule is not None]:
-        raise LayoutError(*wrong)
+    if broken := [f"layout.{name}={values[name]!r}: {rule}" for name, rule in rules.items() if rule is not None]:
+        raise LayoutError(*broken)

@@ -50,13 +50,13 @@ class MeasuringClock:
         return self._median(operation, calls, min(max(wanted, self.least), self.most))
 
     def _median(self, operation: Callable[[], object], calls: int, repeats: int) -> float:
-        found = []
+        seconds = []
         for _ in range(repeats):
             begin = self.now()
             for _ in range(calls):
                 operation()
-            found.append((self.now() - begin) / calls)
-        return statistics.median(found)
+            seconds.append((self.now() - begin) / calls)
+        return statistics.median(seconds)
 
 
 def worst(values: Sequence[float]) -> float:

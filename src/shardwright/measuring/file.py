@@ -32,12 +32,12 @@ def hardware_toml(machine: MachineMeasurements, name: str, command: str) -> str:
     """Return a file with the accelerator `name`, its node and its network. `command`: the command that measured it."""
     alone = "\n".join(_lines(machine, name, command, {}))
     factors: dict[int, dict[str, object]] = {
-        each.ranks: {
-            "holes": holes(alone, name, each.steps),
-            "in_step": in_step(alone, name, each.steps, machine.clock),
+        points.ranks: {
+            "holes": holes(alone, name, points.steps),
+            "in_step": in_step(alone, name, points.steps, machine.clock),
         }
-        for each in machine.ranks
-        if each.steps
+        for points in machine.ranks
+        if points.steps
     }
     return "\n".join(_lines(machine, name, command, factors)) + "\n"
 
@@ -46,7 +46,7 @@ def _lines(
     machine: MachineMeasurements, name: str, command: str, factors: Mapping[int, dict[str, object]]
 ) -> Iterator[str]:
     most = machine.ranks[-1]
-    fits = {each.ranks: rates(each, machine.on_host) for each in machine.ranks}
+    fits = {points.ranks: rates(points, machine.on_host) for points in machine.ranks}
     yield f"# Written by `{command}`; docs/measure.md says what each figure is and how it was measured."
     yield from (f"# {remark}" for remark in machine.remarks)
     yield "\n[measured]"
@@ -182,5 +182,5 @@ def _written(value: object) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_written, value))}]"
     if isinstance(value, dict):
-        return f"{{ {', '.join(f'{key} = {_written(each)}' for key, each in value.items())} }}"
+        return f"{{ {', '.join(f'{key} = {_written(member)}' for key, member in value.items())} }}"
     return json.dumps(value)

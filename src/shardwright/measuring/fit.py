@@ -30,31 +30,29 @@ class MatmulFit:
     def share(self, shapes: Sequence[tuple[int, int, int]]) -> Floats:
         """Return the fraction of `flops_per_s` that is reached, by shape (m, k, n), on one multiprocessor."""
         m, k, n = np.array(shapes, dtype=float).T
-        waves = np.maximum(m / TILE_ROWS, 0.25) * np.maximum(n / TILE_COLUMNS, 0.25)
-        return np.asarray(waves / (waves + self.partial_wave) * (k / (k + self.ramp_k)))
+        return _share(m, k, n, self.ramp_k, self.partial_wave)
 
 
-def fit_matmuls(points: Sequence[MatmulPoint], multiprocessors: int = 1) -> MatmulFit:
+def _share(m: Floats, k: Floats, n: Floats, ramp_k: float, partial_wave: float) -> Floats:
+    """Return w / (w + partial_wave) k / (k + ramp_k), with w the tiles of the result, at least a quarter a side."""
+    tiles = np.maximum(m / TILE_ROWS, 0.25) * np.maximum(n / TILE_COLUMNS, 0.25)
+    return np.asarray(tiles / (tiles + partial_wave) * (k / (k + ramp_k)))
+
+
+def fit_matmuls(points: Sequence[MatmulPoint]) -> MatmulFit:
     """Fit the dependence on shape, and its error, to the points of the first precision, which has the most points. The
     rates of the other precisions are means over their points."""
-    names = list(dict.fromkeys(each.precision for each in points))
-    which = np.array([names.index(each.precision) for each in points])
-    rate = np.array([each.flops / each.seconds for each in points])
-    k = np.array([each.k for each in points], dtype=float)
-    rows = np.maximum(np.array([each.m for each in points]) / TILE_ROWS, 0.25)
-    columns = np.maximum(np.array([each.n for each in points]) / TILE_COLUMNS, 0.25)
-    waves = rows * columns / multiprocessors
-
-    def share(ramp_k: float, partial_wave: float) -> Floats:
-        found: Floats = waves / (waves + partial_wave) * (k / (k + ramp_k))
-        return found
+    names = list(dict.fromkeys(point.precision for point in points))
+    which = np.array([names.index(point.precision) for point in points])
+    rate = np.array([point.flops / point.seconds for point in points])
+    m, k, n = np.array([(point.m, point.k, point.n) for point in points], dtype=float).T
 
     def loss(shape: tuple[float, float]) -> float:
-        left = np.log(rate / share(*shape))[which == 0]
+        left = np.log(rate / _share(m, k, n, *shape))[which == 0]
         return float(((left - left.mean()) ** 2).sum())
 
     ramp_k, partial_wave = min(product(STEPS.tolist(), STEPS[STEPS < 16].tolist()), key=loss)
-    reached = share(ramp_k, partial_wave)
+    reached = _share(m, k, n, ramp_k, partial_wave)
     peaks = [float(np.exp(np.log(rate / reached)[which == at].mean())) for at in range(len(names))]
     error = _error((peaks[0] * reached)[which == 0], rate[which == 0])
     return MatmulFit(dict(zip(names, peaks, strict=True)), ramp_k, partial_wave, error)
@@ -66,11 +64,11 @@ def fit_weights(points: Sequence[MatmulPoint], large: MatmulFit) -> tuple[float,
     Returns bytes/s at which matmuls of one token read their weights, bytes/s at which matmuls of several tokens read
     them before multiplying, and the mean absolute relative error of the times with several tokens.
     """
-    n_bytes = np.array([4.0 * each.k * each.n for each in points])
-    seconds = np.array([each.seconds for each in points])
-    alone = np.array([each.m == 1 for each in points])
-    rates = np.array([large.flops_per_s[each.precision] for each in points])
-    multiplying = np.array([each.flops for each in points]) / (rates * large.share([(p.m, p.k, p.n) for p in points]))
+    n_bytes = np.array([4.0 * point.k * point.n for point in points])
+    seconds = np.array([point.seconds for point in points])
+    alone = np.array([point.m == 1 for point in points])
+    rates = np.array([large.flops_per_s[point.precision] for point in points])
+    multiplying = np.array([point.flops for point in points]) / (rates * large.share([(p.m, p.k, p.n) for p in points]))
     row = float(np.exp(np.log(n_bytes / seconds)[alone].mean()))
     reading = n_bytes / seconds  # relative errors: 1 = reading x + multiplying / seconds
     rest = 1 - multiplying / seconds
@@ -84,9 +82,9 @@ def fit_weights(points: Sequence[MatmulPoint], large: MatmulFit) -> tuple[float,
 def fit_cached(points: Sequence[CachedPoint]) -> tuple[float, float, float]:
     """Return the start-up seconds of one head of one sequence, the FLOP/s of its attention to the cache, and the mean
     absolute relative error."""
-    seconds = np.array([each.seconds for each in points])
-    heads = np.array([float(each.sequences * each.heads) for each in points])
-    columns = np.stack([heads, np.array([each.flops for each in points])], axis=1)
+    seconds = np.array([point.seconds for point in points])
+    heads = np.array([float(point.sequences * point.heads) for point in points])
+    columns = np.stack([heads, np.array([point.flops for point in points])], axis=1)
     head_s, per_flop = not_negative(columns / seconds[:, None], np.ones_like(seconds))
     per_flop = max(float(per_flop), 1e-15)  # on this machine it takes no time in addition to its start
     return float(head_s), 1 / per_flop, _error(columns @ np.array([head_s, per_flop]), seconds)
@@ -106,10 +104,10 @@ class AttentionFit:
 
 def fit_attention(points: Sequence[AttentionPoint], matmul_flops_per_s: float) -> AttentionFit:
     """Fit the forward and backward passes together."""
-    backward = float(np.median([each.backward_s / each.forward_s for each in points]))
-    seconds = np.array([each.forward_s + each.backward_s for each in points])
-    rate = np.array([each.flops for each in points]) * (1 + backward) / seconds / matmul_flops_per_s
-    c, s = (np.array([getattr(each, name) for each in points], dtype=float) for name in ("width", "length"))
+    backward = float(np.median([point.backward_s / point.forward_s for point in points]))
+    seconds = np.array([point.forward_s + point.backward_s for point in points])
+    rate = np.array([point.flops for point in points]) * (1 + backward) / seconds / matmul_flops_per_s
+    c, s = (np.array([getattr(point, name) for point in points], dtype=float) for name in ("width", "length"))
     best = (np.inf, 0.0, 0.0, 0.0)
     for width in STEPS:
         for length in STEPS:
@@ -124,18 +122,18 @@ def fit_attention(points: Sequence[AttentionPoint], matmul_flops_per_s: float) -
 
 def copy_bytes_per_s(points: Sequence[CopyPoint]) -> float:
     """Return the bandwidth of the largest copy, counting bytes read and written."""
-    largest = max(points, key=lambda each: each.n_bytes)
+    largest = max(points, key=lambda point: point.n_bytes)
     return 2 * largest.n_bytes / largest.seconds
 
 
 def kernel_bytes(points: Iterable[KernelPoint], bytes_per_s: float) -> dict[str, float]:
     """Return the bytes per 16-bit element that each operation appears to move at that bandwidth, as a geometric mean
     over sizes."""
-    found: dict[str, list[float]] = {}
-    for each in points:
-        moved = each.seconds * bytes_per_s / (each.elements * each.passes * each.widths)
-        found.setdefault(each.name, []).append(moved)
-    return {name: float(np.exp(np.mean(np.log(values)))) for name, values in found.items()}
+    seconds_by_name: dict[str, list[float]] = {}
+    for point in points:
+        moved = point.seconds * bytes_per_s / (point.elements * point.passes * point.widths)
+        seconds_by_name.setdefault(point.name, []).append(moved)
+    return {name: float(np.exp(np.mean(np.log(values)))) for name, values in seconds_by_name.items()}
 
 
 @dataclass(frozen=True)
@@ -154,15 +152,15 @@ def fit_link(points: Sequence[MessagePoint]) -> LinkFit:
     """Fit relative (start + messages latency + (V + H^q V^(1-q)) / B) over groups in which all ranks have the same
     link. V and the number of messages are counted as in `cost.collectives`; `relative` is a factor of each kind of
     collective, with a mean of 1."""
-    n = np.array([each.ranks for each in points], dtype=float)
-    buffer = np.array([each.n_bytes for each in points], dtype=float)
-    twice = np.array([each.collective == "all_reduce" for each in points])
-    one = np.array([each.collective == "point_to_point" for each in points])
+    n = np.array([point.ranks for point in points], dtype=float)
+    buffer = np.array([point.n_bytes for point in points], dtype=float)
+    twice = np.array([point.collective == "all_reduce" for point in points])
+    one = np.array([point.collective == "point_to_point" for point in points])
     messages = np.where(one, 1.0, (n - 1) * np.where(twice, 2, 1))
     sent = np.where(one, buffer, buffer * (n - 1) / n * np.where(twice, 2, 1))
-    seconds = np.array([each.seconds for each in points])
-    names = list(dict.fromkeys(each.collective for each in points))
-    which = np.array([names.index(each.collective) for each in points])
+    seconds = np.array([point.seconds for point in points])
+    names = list(dict.fromkeys(point.collective for point in points))
+    which = np.array([names.index(point.collective) for point in points])
     relative = np.ones(len(names))
     for _ in range(ROUNDS):
         *_, made = _common(messages, sent, seconds / relative[which])
@@ -185,11 +183,11 @@ def _common(messages: Floats, sent: Floats, seconds: Floats) -> tuple[float, Flo
     best: tuple[float, float, Floats, Floats] | None = None
     for half in np.concatenate([[0.0], np.geomspace(1 / 1024, 16, 29)]) * MiB:
         columns = np.stack([messages, sent + half**SATURATION * sent ** (1 - SATURATION), np.ones_like(sent)], axis=1)
-        found = not_negative(columns / seconds[:, None], np.ones_like(seconds))
-        made = columns @ found
+        factors = not_negative(columns / seconds[:, None], np.ones_like(seconds))
+        made = columns @ factors
         loss = float(np.abs(np.log(np.maximum(made, 1e-12) / seconds)).sum())
-        if found[1] > 0 and (best is None or loss < best[0]):
-            best = loss, float(half), found, made
+        if factors[1] > 0 and (best is None or loss < best[0]):
+            best = loss, float(half), factors, made
     assert best is not None
     return best[1:]
 
@@ -199,11 +197,11 @@ def not_negative(columns: Floats, values: Floats) -> Floats:
     best, least = np.zeros(columns.shape[1]), np.inf
     for count in range(1, columns.shape[1] + 1):
         for those in combinations(range(columns.shape[1]), count):
-            found, *_ = np.linalg.lstsq(columns[:, those], values, rcond=None)
-            loss = float(((columns[:, those] @ found - values) ** 2).sum())
-            if (found >= 0).all() and loss < least:
+            solution, *_ = np.linalg.lstsq(columns[:, those], values, rcond=None)
+            loss = float(((columns[:, those] @ solution - values) ** 2).sum())
+            if (solution >= 0).all() and loss < least:
                 least, best = loss, np.zeros(columns.shape[1])
-                best[list(those)] = found
+                best[list(those)] = solution
     return best
 
 

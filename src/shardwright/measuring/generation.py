@@ -84,19 +84,19 @@ def small_passes(kind: Kind, cases: Sequence[tuple[int, int]], tp: int) -> list[
 
 def small_matmuls(kind: Kind, budget_s: float) -> tuple[MatmulPoint, ...]:
     """Measure (tokens, k) by (k, n) for few tokens; each matmul reads another matrix than the previous one."""
-    clock, found = MeasuringClock(torch.device("cpu"), kind, budget_s), []
+    clock, points = MeasuringClock(torch.device("cpu"), kind, budget_s), []
     for k, n in SHAPES:
         weights = [torch.randn(n, k) for _ in range(WEIGHT_BYTES // (4 * n * k))]
         for tokens in TOKENS:
             seconds = clock.seconds(partial(_one_after_another, torch.randn(tokens, k), weights))
-            found.append(MatmulPoint("fp32", tokens, k, n, seconds / len(weights)))
-    return tuple(found)
+            points.append(MatmulPoint("fp32", tokens, k, n, seconds / len(weights)))
+    return tuple(points)
 
 
 @torch.inference_mode()
 def cached_attention(kind: Kind, budget_s: float) -> tuple[CachedPoint, ...]:
     """Measure the attention of one new token of each sequence to the caches of some layers, one layer after another."""
-    clock, found = MeasuringClock(torch.device("cpu"), kind, budget_s), []
+    clock, points = MeasuringClock(torch.device("cpu"), kind, budget_s), []
     for positions, width in CACHED:
         layers = [Cache(SEQUENCES, positions + NEW).layer() for _ in range(LAYERS)]
         segments = [SequenceSegment(slot, positions - 1, 1) for slot in range(SEQUENCES)]
@@ -105,8 +105,8 @@ def cached_attention(kind: Kind, budget_s: float) -> tuple[CachedPoint, ...]:
             layer.cache.begin(batch, clock.device)
             layer.write(*(torch.randn(SEQUENCES, KV_HEADS, width) for _ in range(2)))
         seconds = clock.seconds(partial(_attended, layers, torch.randn(SEQUENCES, HEADS, width)))
-        found.append(CachedPoint(SEQUENCES, HEADS, positions, width, seconds / LAYERS))
-    return tuple(found)
+        points.append(CachedPoint(SEQUENCES, HEADS, positions, width, seconds / LAYERS))
+    return tuple(points)
 
 
 def _attended(layers: Sequence[LayerCache], q_NHC: Tensor) -> None:
@@ -130,8 +130,8 @@ def generation_points(
     attention, which run on `threads` threads.
     """
     cases = [(layers, sequences) for layers in (FEW, MANY) for sequences in (1, SEQUENCES)]
-    found = _fastest([run_ranks(small_passes, 1, kind, cases, 1, timeout_s=600, n_threads=1) for _ in range(ROUNDS)])
-    (read_one, one), (read_few, few), (read_one_deep, deep), (read_deep, most) = found
+    passes = _fastest([run_ranks(small_passes, 1, kind, cases, 1, timeout_s=600, n_threads=1) for _ in range(ROUNDS)])
+    (read_one, one), (read_few, few), (read_one_deep, deep), (read_deep, most) = passes
     more, others = MANY - FEW, SEQUENCES - 1
     layer_s = max(deep - one, 0.0) / more
     sequence_layer_s = max(most - deep - (few - one), 0.0) / (others * more)
@@ -181,7 +181,7 @@ def _split(run_ranks: RunRanks, kind: Kind, inside: Sequence[MessagePoint]) -> t
     (_, few), (_, deep) = _fastest(runs)
     # Messages of a ring of n ranks take n - 1 times as long as messages of two ranks.
     reduce_s, gather_s = (
-        min(each.seconds / (each.ranks - 1) for each in inside if each.collective == kind_)
+        min(message.seconds / (message.ranks - 1) for message in inside if message.collective == kind_)
         for kind_ in ("all_reduce", "all_gather")
     )
     layer_s = (deep - few) / (MANY - FEW)

@@ -38,7 +38,7 @@ def matmuls(clock: MeasuringClock, precisions: tuple[str, ...]) -> Iterator[Matm
     factor = ON_GPU if clock.device.type == "cuda" else 1
     for number, precision in enumerate(precisions):
         # The dependence of the rate on shape is measured in the first precision.
-        for m, k, n in ((factor * each for each in shape) for shape in (OTHERS if number else MATMULS)):
+        for m, k, n in ((factor * size for size in shape) for shape in (OTHERS if number else MATMULS)):
             x, w, g = (_random(clock, *shape, precision=precision) for shape in ((m, k), (n, k), (m, n)))
             yield MatmulPoint(precision, m, k, n, clock.seconds(partial(F.linear, x, w)))
             yield MatmulPoint(precision, m, n, k, clock.seconds(partial(torch.mm, g, w)))
@@ -110,7 +110,7 @@ def copies(clock: MeasuringClock) -> Iterator[CopyPoint]:
 
 def _with_gradient(operation: Callable[..., Tensor], *given: Tensor) -> Callable[[], object]:
     """Return the operation with its forward and backward pass."""
-    leaves = [each.detach().requires_grad_() for each in given]
+    leaves = [x.detach().requires_grad_() for x in given]
     ahead = torch.ones_like(operation(*leaves))
 
     def both() -> None:

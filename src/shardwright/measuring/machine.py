@@ -60,18 +60,20 @@ def measure_here(
     for count, threads in threads_of.items():
         run_rounds(len(points) + 1)
         say(f"{count} {'rank' if count == 1 else 'ranks'}, each of {threads} threads: matmuls, attention, kernels")
-        found = run_ranks(rank_points, count, kind, device, count, budget_s, timeout_s=600, n_threads=threads)
-        mine = _middle([each for each, _ in found])
+        per_rank = run_ranks(rank_points, count, kind, device, count, budget_s, timeout_s=600, n_threads=threads)
+        middle = _middle([measured for measured, _ in per_rank])
         if count > 1:
-            inside = found[0][1]
-        mine = _with_overheads(mine, kind, device, inside, say)
+            inside = per_rank[0][1]
+        middle = _with_overheads(middle, kind, device, inside, say)
         if on_host:
             say("passes of generate")
-            mine = replace(mine, generation=generation_points(run_ranks, kind, budget_s, threads, inside))
-        points.append(mine)
+            middle = replace(middle, generation=generation_points(run_ranks, kind, budget_s, threads, inside))
+        points.append(middle)
     run_rounds(whole_steps.ROUNDS)
     steps = whole_steps.medians(rounds)
-    points = [replace(mine, steps=tuple(each for each in steps if each.ranks == mine.ranks)) for mine in points]
+    points = [
+        replace(of_ranks, steps=tuple(step for step in steps if step.ranks == of_ranks.ranks)) for of_ranks in points
+    ]
     say("the disk")
     return MachineMeasurements(
         name=machine_name(device),
@@ -94,8 +96,8 @@ def measure_as_rank(
     machines. Returns None except on rank 0. Groups are the ranks of a machine, and the first ranks of all machines."""
     begin = time.perf_counter()
     rank, world = dist.get_rank(), dist.get_world_size()
-    found = rank_points(kind, device.type, ranks_here, budget_s, grouped=True)
-    every = gathered(found, tuple[RankPoints, tuple[MessagePoint, ...]])
+    local = rank_points(kind, device.type, ranks_here, budget_s, grouped=True)
+    every = gathered(local, tuple[RankPoints, tuple[MessagePoint, ...]])
     nodes = world // ranks_here
     across: tuple[MessagePoint, ...] = ()
     if nodes > 1:
@@ -105,14 +107,16 @@ def measure_as_rank(
     inside = every[0][1]
     machine = None
     if rank == 0:
-        mine = _with_overheads(_middle([each for each, _ in every]), kind, device.type, inside, lambda _: None)
+        middle = _with_overheads(
+            _middle([measured for measured, _ in every]), kind, device.type, inside, lambda _: None
+        )
         machine = MachineMeasurements(
             name=machine_name(device.type),
             clock=kind,
             on_host=device.type == "cpu",
             cores=os.cpu_count() or 1,
             took_s=time.perf_counter() - begin,
-            ranks=(mine,),
+            ranks=(middle,),
             inside=inside,
             across=across,
             host_bytes_per_s=host_bytes_per_s(MeasuringClock(device, "wall")),
@@ -161,20 +165,20 @@ def _with_overheads(
     points: RankPoints, kind: Kind, device: str, inside: Sequence[MessagePoint], say: Say
 ) -> RankPoints:
     say("steps of small models: launches, the optimizer")
-    small = [each.seconds for each in inside if each.collective == "all_gather"]
+    small = [message.seconds for message in inside if message.collective == "all_gather"]
     message_s = min(small) if small and device == "cpu" else None
-    found, process_bytes = overheads(run_ranks, kind, device, message_s)
+    fitted, process_bytes = overheads(run_ranks, kind, device, message_s)
     ((few, few_s), (many, many_s)) = run_ranks(update_seconds, 1, device, kind, n_threads=points.threads)[0]
     updates = [KernelPoint("optimizer_bytes", many - few, 1.0, 1.0, many_s - few_s)] if many_s > few_s else []
     if not updates:
         say(f"an update of {many:,} parameters took no longer than of {few:,}; plan takes the bytes that one moves")
     kept = float(process_bytes) if device == "cpu" else 0.0
-    return replace(points, overheads=found, process_bytes=kept, kernels=(*points.kernels, *updates))
+    return replace(points, overheads=fitted, process_bytes=kept, kernels=(*points.kernels, *updates))
 
 
-def _middle(found: Sequence[RankPoints]) -> RankPoints:
+def _middle(ranks: Sequence[RankPoints]) -> RankPoints:
     """Return the median rank, by its matmuls, of ranks that measured the same at the same time."""
-    ordered = sorted(found, key=lambda each: statistics.fmean(point.seconds for point in each.matmuls))
+    ordered = sorted(ranks, key=lambda rank: statistics.fmean(point.seconds for point in rank.matmuls))
     return ordered[len(ordered) // 2]
 
 

@@ -48,22 +48,22 @@ def messages(clock: MeasuringClock, group: dist.ProcessGroup) -> Iterator[Messag
         for name, send in kinds.items():
             dist.barrier(group=group)
             if clock.device.type == "cpu":
-                found = statistics.fmean(gathered(_after_work(clock, work, send), float, group))
+                seconds = statistics.fmean(gathered(_after_work(clock, work, send), float, group))
             else:
-                found = worst(gathered(clock.seconds(send, REPEATS), float, group))
-            yield MessagePoint(name, n, elements * 4, found)
+                seconds = worst(gathered(clock.seconds(send, REPEATS), float, group))
+            yield MessagePoint(name, n, elements * 4, seconds)
 
 
 def _after_work(clock: MeasuringClock, work: Tensor, send: Callable[[], object]) -> float:
     """Return the mean seconds of a message that follows a matmul."""
-    found = []
+    seconds = []
     for repeat in range(REPEATS + 2):
         torch.mm(work, work)
         begin = clock.now()
         send()
         if repeat > 1:
-            found.append(clock.now() - begin)
-    return statistics.fmean(found)
+            seconds.append(clock.now() - begin)
+    return statistics.fmean(seconds)
 
 
 def _wait(start: Callable[..., StartedCollective], x: Tensor, group: dist.ProcessGroup) -> None:
@@ -95,13 +95,13 @@ def host_bytes_per_s(clock: MeasuringClock) -> float:
     return here.nbytes / clock.seconds(lambda: here.copy_(there, non_blocking=True))
 
 
-def disk_bytes_per_s(folder: Path, n_bytes: int = 2**26) -> float:
+def disk_bytes_per_s(folder: Path) -> float:
     """Return the bandwidth of one rank that writes a file until it is on disk, in wall time."""
-    block = os.urandom(2**20)
+    block, n_blocks = os.urandom(2**20), 64
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".shardwright-measure-") as file:
         begin = time.perf_counter()
-        for _ in range(n_bytes // len(block)):
+        for _ in range(n_blocks):
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
-        return n_bytes / (time.perf_counter() - begin)
+        return n_blocks * len(block) / (time.perf_counter() - begin)

@@ -29,7 +29,7 @@ RunRanks = Callable[..., list[Any]]
 
 def seconds_of(ranks: list[MeasuredSteps], clock: Kind) -> float:
     """Return the median step time of the slowest rank."""
-    return worst([statistics.median(each.cpu_s if clock == "cpu" else each.wall_s) for each in ranks])
+    return worst([statistics.median(rank.cpu_s if clock == "cpu" else rank.wall_s) for rank in ranks])
 
 
 def overheads(run_ranks: RunRanks, clock: Kind, device: str, message_s: float | None) -> tuple[Overheads, int]:
@@ -39,14 +39,14 @@ def overheads(run_ranks: RunRanks, clock: Kind, device: str, message_s: float | 
     A rank has one thread: the time to start several threads is part of the kernels, which are measured with them.
     `run_ranks`: as `verification.ranks.run_ranks`. `message_s`: seconds of a small collective over two ranks, or None.
     """
-    held: list[int] = []
+    peak_bytes: list[int] = []
 
     def step_s(layers: int, microbatches: int, **layout: Any) -> float:
         ranks = 2 if layout else 1
         table = run_file(small_model(layers), _batch(microbatches * ranks), layout, "fp32")
         runs = [run_ranks(run_steps, ranks, table, STEPS, device, n_threads=1) for _ in range(ROUNDS)]
-        held.extend(each.peak_bytes for found in runs for each in found)
-        return min(seconds_of(found, clock) for found in runs)
+        peak_bytes.extend(rank.peak_bytes for ranks in runs for rank in ranks)
+        return min(seconds_of(ranks, clock) for ranks in runs)
 
     few, longer, most, deep = step_s(FEW, FEW), step_s(FEW, MANY), step_s(MANY, MANY), step_s(MANY, FEW)
     layers, microbatches = MANY - FEW, MANY - FEW
@@ -60,7 +60,7 @@ def overheads(run_ranks: RunRanks, clock: Kind, device: str, message_s: float | 
         more = step_s(MANY, FEW, **sharded) - step_s(FEW, FEW, **sharded) - (deep - few)
         # A layer is gathered forward and backward, and its gradients reduced, in each micro-batch.
         bucket_s = max(more / (layers * FEW * 3) - message_s, 0.0)
-    return Overheads(layer_s, ends_s, rest_s, backward, bucket_s), max(held)
+    return Overheads(layer_s, ends_s, rest_s, backward, bucket_s), max(peak_bytes)
 
 
 def small_model(layers: int) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def backward_share(device: str) -> float:
 
 def update_seconds(device: str, clock: Kind) -> list[tuple[int, float]]:
     """Return (parameters, seconds to clip their gradients and update them) of two models, on a single rank."""
-    found = []
+    updates = []
     where = selected(device)
     time_of = MeasuringClock(where, clock)
     for width in UPDATED_WIDTHS[where.type]:
@@ -118,7 +118,7 @@ def update_seconds(device: str, clock: Kind) -> list[tuple[int, float]]:
             begin = time_of.now()
             trainer.update(1e-4)
             seconds.append(time_of.now() - begin)
-        found.append((config.spec().n_parameters, statistics.median(seconds)))
+        updates.append((config.spec().n_parameters, statistics.median(seconds)))
         del trainer, model
         gc.collect()
-    return found
+    return updates

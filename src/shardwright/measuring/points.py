@@ -1,6 +1,6 @@
 """Measured points of curves, as plain numbers."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
@@ -157,7 +157,7 @@ class MachineMeasurements:
     across: tuple[MessagePoint, ...] = ()
     host_bytes_per_s: float = 0.0
     disk_bytes_per_s: float = 0.0
-    remarks: tuple[str, ...] = field(default=())
+    remarks: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Return one JSON document."""

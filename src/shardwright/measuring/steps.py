@@ -1,7 +1,6 @@
 """Step times of the real training program, without data files: the cost of a layout in `train` on this machine."""
 
 import gc
-import resource
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -13,17 +12,14 @@ from shardwright.config import RunConfig, parse
 from shardwright.data.batches import Batch
 from shardwright.training.build import build_model, build_trainer
 from shardwright.training.device import configure_malloc
-from shardwright.training.step import Trainer
 
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """Measurements of one rank: wall and CPU-seconds of each step; process bytes before the model was built, and at the
-    peak."""
+    """Measurements of one rank: wall and CPU-seconds of each step, and the peak of the process's bytes."""
 
     wall_s: tuple[float, ...]
     cpu_s: tuple[float, ...]
-    before_bytes: int
     peak_bytes: int
 
 
@@ -46,7 +42,6 @@ def run_steps(table: dict[str, Any], steps: int, device: str = "cpu", warm_up: i
     where = selected(device)
     if where.type == "cpu":
         reset_peak()
-    before = resident_bytes(where)
     config = parse(table)
     model = build_model(config, where, compiled=False)
     trainer = build_trainer(config, model, where, compiled=False)
@@ -63,7 +58,7 @@ def run_steps(table: dict[str, Any], steps: int, device: str = "cpu", warm_up: i
     del trainer, model
     gc.collect()
     dist.barrier()
-    return MeasuredSteps(tuple(wall), tuple(cpu), before, peak)
+    return MeasuredSteps(tuple(wall), tuple(cpu), peak)
 
 
 def selected(device: str) -> torch.device:
@@ -82,14 +77,6 @@ def random_batch(config: RunConfig) -> Batch:
     ids_AB = torch.arange(shape_AB[0] * shape_AB[1]).view(shape_AB)
     targets_ABT = tokens_ABT[..., 1:].contiguous()
     return Batch(tokens_ABT[..., :-1].contiguous(), targets_ABT, ids_AB, targets_ABT.numel())
-
-
-def resident_bytes(device: torch.device) -> int:
-    """Return the current memory of this process: on a CPU resident memory, otherwise the allocator's memory."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 def reset_peak() -> None:
@@ -113,6 +100,3 @@ def _now(device: torch.device) -> tuple[float, float]:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter(), time.process_time()
-
-
-__all__ = ["MeasuredSteps", "Trainer", "random_batch", "run_file", "run_steps"]

@@ -24,7 +24,7 @@ def machine_document(machine: MachineMeasurements) -> VerbDocument:
 
 def _facts(machine: MachineMeasurements) -> Iterator[Fact]:
     yield Fact("cores", str(machine.cores))
-    yield Fact("ranks of a node", ", ".join(str(each.ranks) for each in machine.ranks), "measured at once")
+    yield Fact("ranks of a node", ", ".join(str(points.ranks) for points in machine.ranks), "measured at once")
     for where, points in (("in a node", machine.inside), ("between nodes", machine.across)):
         if points:
             link = fit_link(points)
@@ -46,9 +46,9 @@ def _rates(machine: MachineMeasurements) -> Table:
         Column("launches of a layer, us", Quantity(lambda seconds: f"{seconds * 1e6:.0f}")),
     )
     rows = [
-        (each.ranks, each.threads, precision, rate, copy_bytes_per_s(each.copies), each.overheads.layer_s)
-        for each in machine.ranks
-        for precision, rate in fit_matmuls(each.matmuls).flops_per_s.items()
+        (points.ranks, points.threads, precision, rate, copy_bytes_per_s(points.copies), points.overheads.layer_s)
+        for points in machine.ranks
+        for precision, rate in fit_matmuls(points.matmuls).flops_per_s.items()
     ]
     return Table(columns, rows)
 
@@ -71,11 +71,11 @@ def _svg(lines: Sequence[Line]) -> str:
 
 
 def _matmuls(machine: MachineMeasurements) -> Iterator[Line]:
-    for each in machine.ranks:
-        for precision in dict.fromkeys(point.precision for point in each.matmuls):
-            points = sorted((point.flops, point.seconds) for point in each.matmuls if point.precision == precision)
+    for rank in machine.ranks:
+        for precision in dict.fromkeys(point.precision for point in rank.matmuls):
+            points = sorted((point.flops, point.seconds) for point in rank.matmuls if point.precision == precision)
             rates = [flops / seconds / 1e12 for flops, seconds in points]
-            yield f"{precision}, {each.ranks} of a node", [flops for flops, _ in points], rates
+            yield f"{precision}, {rank.ranks} of a node", [flops for flops, _ in points], rates
 
 
 def _attention(machine: MachineMeasurements) -> Iterator[Line]:
@@ -88,9 +88,9 @@ def _attention(machine: MachineMeasurements) -> Iterator[Line]:
 
 
 def _copies(machine: MachineMeasurements) -> Iterator[Line]:
-    for each in machine.ranks:
-        rates = [2 * point.n_bytes / point.seconds / 1e9 for point in each.copies]
-        yield f"{each.ranks} of a node", [point.n_bytes for point in each.copies], rates
+    for points in machine.ranks:
+        rates = [2 * point.n_bytes / point.seconds / 1e9 for point in points.copies]
+        yield f"{points.ranks} of a node", [point.n_bytes for point in points.copies], rates
 
 
 def _messages(points: Iterable[MessagePoint]) -> Iterator[Line]:

@@ -76,9 +76,9 @@ def one_round(run_ranks: RunRanks, clock: Kind, threads_of: Mapping[int, int]) -
     steps = []
     for ranks, threads in threads_of.items():
         for layout, micro_batch in cases_of(ranks):
-            found = run_ranks(run_steps, ranks, table_of(layout, ranks, micro_batch), STEPS, n_threads=threads)
-            seconds = seconds_of(found, clock) / (threads if clock == "cpu" else 1)
-            steps.append(WholeStep(ranks, layout, micro_batch, seconds, max(each.peak_bytes for each in found)))
+            per_rank = run_ranks(run_steps, ranks, table_of(layout, ranks, micro_batch), STEPS, n_threads=threads)
+            seconds = seconds_of(per_rank, clock) / (threads if clock == "cpu" else 1)
+            steps.append(WholeStep(ranks, layout, micro_batch, seconds, max(rank.peak_bytes for rank in per_rank)))
     return steps
 
 
@@ -87,8 +87,8 @@ def medians(rounds: Sequence[Sequence[WholeStep]]) -> list[WholeStep]:
     return [
         replace(
             same[0],
-            seconds=statistics.median(each.seconds for each in same),
-            peak_bytes=int(statistics.median(each.peak_bytes for each in same)),
+            seconds=statistics.median(step.seconds for step in same),
+            peak_bytes=int(statistics.median(step.peak_bytes for step in same)),
         )
         for same in zip(*rounds, strict=True)
     ]
@@ -103,9 +103,9 @@ def in_step(text: str, name: str, steps: Sequence[WholeStep], clock: str) -> dic
     columns = np.array([[part.get(key, 0.0) for key in keys] for part in parts])
     seconds = np.array([step.seconds for step in steps])
     rest = np.array([part["rest"] for part in parts])
-    told = (columns > 0).any(0)
-    found = not_negative(columns[:, told] / seconds[:, None], 1 - rest / seconds)
-    return {key: float(factor) for key, factor in zip(np.array(keys)[told], found, strict=True) if factor > 0}
+    informative = (columns > 0).any(0)
+    factors = not_negative(columns[:, informative] / seconds[:, None], 1 - rest / seconds)
+    return {key: float(factor) for key, factor in zip(np.array(keys)[informative], factors, strict=True) if factor > 0}
 
 
 def holes(text: str, name: str, steps: Sequence[WholeStep]) -> list[float]:
@@ -118,10 +118,10 @@ def holes(text: str, name: str, steps: Sequence[WholeStep]) -> list[float]:
     columns: dict[int, list[float]] = {}
     rest: dict[int, list[float]] = {}
     for step in steps:
-        found = _estimate(text, name, step)
-        memory, share = found.memory, small_share(found.job, found.candidates)[0]
+        estimate = _estimate(text, name, step)
+        memory, share = estimate.memory, small_share(estimate.job, estimate.candidates)[0]
         tensors = float((memory.rank_bytes - memory.kinds["workspace"]).max())
-        stage = int(found.candidates.zero[0])
+        stage = int(estimate.candidates.zero[0])
         columns.setdefault(stage, []).append(tensors * share / step.peak_bytes)
         rest.setdefault(stage, []).append(1 - float(memory.peak_bytes[0]) / step.peak_bytes)
     kept = {
@@ -134,12 +134,12 @@ def holes(text: str, name: str, steps: Sequence[WholeStep]) -> list[float]:
 def _predicted(text: str, name: str, step: WholeStep, clock: str) -> dict[str, float]:
     """Return the seconds of a step by key of `InStepFactors`, with "rest" for kinds that are not fitted. A rank that
     waits for other stages takes no CPU-seconds."""
-    found: dict[str, float] = {"rest": 0.0}
+    predicted: dict[str, float] = {"rest": 0.0}
     for kind, seconds in _estimate(text, name, step).parts_s.items():
         key = PARTS.get(kind, "rest" if kind in FIXED else WORK)
         if (kind, clock) != ("pipeline", "cpu"):
-            found[key] = found.get(key, 0.0) + seconds
-    return found
+            predicted[key] = predicted.get(key, 0.0) + seconds
+    return predicted
 
 
 def _estimate(text: str, name: str, step: WholeStep) -> Estimate:

@@ -144,7 +144,7 @@ class Tally:
     def add(self, load: LayerLoad) -> None:
         load_sum = self._load
         if load_sum is None:
-            self._load = LayerLoad(*(each.clone() for each in load)) if self.copies else load
+            self._load = LayerLoad(*(part.clone() for part in load)) if self.copies else load
             return
         self._load = LayerLoad(*(a + b for a, b in zip(load_sum, load, strict=True)))
 

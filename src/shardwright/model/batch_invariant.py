@@ -65,7 +65,7 @@ class _FixedShapes(DispatchMode):
     """Replaces operators by their rules (`_rule_of`)."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
+        if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its shards come back here
         rule = _rule_of(func, kwargs or {})
         if rule is not None:
@@ -170,7 +170,7 @@ def _pointwise_rule(operator: Any) -> Callable[..., Tensor] | None:
     packet = getattr(aten, name.removesuffix("_"), None)
     if packet is None or operator_results(operator) != ["Tensor"]:
         return None
-    if not any(torch.Tag.pointwise in getattr(packet, each).tags for each in packet.overloads()):
+    if not any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()):
         return None
     if name.endswith("_"):
         return lambda x, *args, **options: x.copy_(_by_elements(packet, x, *args, **options))

@@ -214,7 +214,7 @@ def _rows_attend(
         _dense_attend(q_BHTC[:, :, rows], k_BKSC[:, :, columns], v_BKSC[:, :, columns], part_mask, softcap)
         for rows, columns, part_mask in _some_rows(q_BHTC, k_BKSC, mask)
     ]
-    o_BHTC, lse_BHT = (torch.cat(each, 2) for each in zip(*parts, strict=True))
+    o_BHTC, lse_BHT = (torch.cat(column, 2) for column in zip(*parts, strict=True))
     return o_BHTC, lse_BHT
 
 

@@ -141,7 +141,7 @@ class ExpertMatrix(NamedTuple):
     @property
     def tensors(self) -> list[Tensor]:
         """The parameters."""
-        return [each for each in self[:4] if each is not None]
+        return [tensor for tensor in self[:4] if tensor is not None]
 
     def multiply(self, x_RD: Tensor, counts_E: Tensor, recipe: Recipe | None) -> Tensor:
         """Return x W^T + b + s (x A^T) B^T for the rows of each expert, (R, D) -> (R, F), in grouped matmuls."""

@@ -270,7 +270,7 @@ class Adaptable(Adapted):
         """
         if not hasattr(self, "lora_magnitude"):
             return None
-        magnitude_F, a_rD, b_Fr = (_local(each) for each in (self.lora_magnitude, self.lora_a, self.lora_b))
+        magnitude_F, a_rD, b_Fr = (_local(weight) for weight in (self.lora_magnitude, self.lora_a, self.lora_b))
         with torch.no_grad():
             weight_FD, _ = _operand(_local(self.weight), recipe, a_rD.dtype)
             squares_2F = sum_over_ranks(squares_of_rows(weight_FD, a_rD, b_Fr * self.lora_scale))

@@ -81,7 +81,7 @@ def rotary_table(spec: ModelSpec, positions_T: Tensor, dtype: torch.dtype, n_tok
     if spec.window_rope_theta:
         local = replace(spec, rope_theta=spec.window_rope_theta, rope_scaling=None, window_rope_theta=0.0)
         specs = replace(spec, window_rope_theta=0.0), local
-        return torch.stack([rotary_table(each, positions_T, dtype, n_tokens) for each in specs])
+        return torch.stack([rotary_table(spec, positions_T, dtype, n_tokens) for spec in specs])
     angles_TC = positions_T[..., None].to(torch.float64) * frequencies(spec, positions_T.device, n_tokens)
     cos_TC, sin_TC = angles_TC.cos(), angles_TC.sin()
     table = torch.stack((torch.cat((cos_TC, cos_TC), -1), torch.cat((-sin_TC, sin_TC), -1)))

@@ -397,4 +397,4 @@ class ModelSpec(ModelSizes):
 def _endings(modules: Iterable[str]) -> list[str]:
     """Return every last part of the names of modules: `q` and `attention.q` for `attention.q`."""
     parts = [module.split(".") for module in modules]
-    return list(dict.fromkeys(".".join(each[at:]) for each in parts for at in reversed(range(len(each)))))
+    return list(dict.fromkeys(".".join(names[at:]) for names in parts for at in reversed(range(len(names)))))

@@ -13,7 +13,7 @@ micro-batch:
 Most schedules run a stage on one rank for all micro-batches. In DualPipe two ranks hold each stage: one runs the first
 half of the micro-batches, the other the second half.
 
-The assignment of stages to ranks of `pp`, written as the routes of micro-batches through the ranks.
+The assignment of stages to ranks of `pp` is written as the routes of micro-batches through the ranks.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,6 +1,7 @@
-"""Schedules whose backward pass is one op: all forward then all backward, one forward one backward, interleaved.
+"""The published schedules of stages in order: all forward then all backward, 1F1B, interleaved, ZB-H1 and ZB-H2.
 
-With p ranks, m micro-batches, v virtual stages a rank, and F, B the times of all stages of a rank for one micro-batch:
+A backward pass in one op, with p ranks, m micro-batches, v virtual stages a rank, and F, B the times of all stages of a
+rank for one micro-batch:
 
 | schedule         | idle time of a rank | micro-batches in flight on rank r | source                          |
 | ---------------- | ------------------- | --------------------------------- | ------------------------------- |
@@ -8,9 +9,20 @@ With p ranks, m micro-batches, v virtual stages a rank, and F, B the times of al
 | 1f1b             | (p-1)(F+B)          | min(m, p-r)                       | Megatron, arXiv 2104.04473, 2.2 |
 | interleaved-1f1b | (p-1)(F+B)/v        | p(1 + (p-1)/(pv)) on rank 0       | the same                        |
 
-In the table messages take no time, and m is a multiple of p for the interleaved schedule.
+Here messages take no time, and m is a multiple of p for the interleaved schedule.
 
-Schedules of forward passes only, for evaluation.
+A backward pass of two ops, I and W, in which weight gradients fill idle time: other ranks depend only on I, and W can
+run at any time after it. With F, I, W the times of a stage, and 2p - 1 micro-batches or more:
+
+| schedule | idle time of a rank | in flight on rank r | waiting for W on rank r |
+| -------- | ------------------- | ------------------- | ----------------------- |
+| zb-h1    | (p-1)(F+I-W)        | p-r                 | r+1                     |
+| zb-h2    | (p-1)(F+I-2W)       | 2(p-r)-1            | 2r+1                    |
+
+if W takes no longer than F and I; a longer W delays the results that other ranks depend on.
+Source: Qi et al., arXiv 2401.10241, sections 2 and 5.3.
+
+Also schedules of forward passes only, for evaluation.
 """
 
 from collections.abc import Sequence
@@ -99,3 +111,29 @@ def forward_only(path: Sequence[int], n_ranks: int, n_microbatches: int) -> Sche
             group = range(first, min(first + n_ranks, n_microbatches))
             ranks[rank].extend(Action(stage, "F", microbatch) for microbatch in group)
     return make(len(path), n_microbatches, ranks, name="forward")
+
+
+def zb_h1(n_ranks: int, n_microbatches: int) -> Schedule:
+    """Run 1F1B in which every rank has as many unfinished micro-batches as rank 0: rank r runs r fewer forward passes
+    ahead and defers r more weight gradients."""
+    ranks = (deferred(rank, n_microbatches, ahead=n_ranks - 1 - rank, behind=rank) for rank in range(n_ranks))
+    return make(n_ranks, n_microbatches, ranks)
+
+
+def zb_h2(n_ranks: int, n_microbatches: int) -> Schedule:
+    """Run twice the forward passes ahead and twice the deferred weight gradients, so that no rank is idle before the
+    first gradient; the ends of the ranks are staggered like their starts."""
+    ranks = (deferred(rank, n_microbatches, ahead=2 * (n_ranks - 1 - rank), behind=2 * rank) for rank in range(n_ranks))
+    return make(n_ranks, n_microbatches, ranks, staggered=True)
+
+
+def deferred(stage: int, n_microbatches: int, *, ahead: int, behind: int) -> list[Action]:
+    """Run F `ahead` micro-batches before I and W `behind` micro-batches after it; otherwise F, I, W in turn."""
+    microbatches = range(n_microbatches)
+    lags: tuple[tuple[Op, int], ...] = ("F", -ahead), ("I", 0), ("W", behind)
+    return [
+        Action(stage, op, step - lag)
+        for step in range(-ahead, n_microbatches + behind)
+        for op, lag in lags
+        if step - lag in microbatches
+    ]

@@ -1,7 +1,5 @@
-"""Builds a schedule by its name, or lists the rules that ranks and micro-batches break.
-
-Compares all schedules on the same pipeline and the same batch.
-"""
+"""Builds a schedule by its name, lists the rules that ranks and micro-batches break, and compares all schedules on the
+same pipeline and batch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

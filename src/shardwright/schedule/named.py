@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardwright.schedule.actions import Schedule, down_and_up, from_both_ends
-from shardwright.schedule.basic import afab, interleaved, one_f_one_b
+from shardwright.schedule.basic import afab, interleaved, one_f_one_b, zb_h1, zb_h2
 from shardwright.schedule.dualpipe import dualpipe, dualpipe_v, zb_v
 from shardwright.schedule.registry import Kind, register
-from shardwright.schedule.zero_bubble import zb_h1, zb_h2
 
 
 def _few(n_ranks: int, n_microbatches: int) -> int:

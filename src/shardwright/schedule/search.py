@@ -20,8 +20,8 @@ from random import Random
 from typing import NamedTuple, TypeVar
 
 from shardwright.schedule.actions import Action, Op, Schedule, make
+from shardwright.schedule.basic import deferred
 from shardwright.schedule.simulate import KEPT_FOR_WEIGHT, Times, simulate
-from shardwright.schedule.zero_bubble import deferred
 from shardwright.system.errors import ScheduleError
 
 _T = TypeVar("_T")

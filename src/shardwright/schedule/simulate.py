@@ -2,13 +2,11 @@
 
 Messages do not occupy the ranks that send and receive them, and do not slow each other down.
 
-Activation memory of a rank while it runs its actions.
-
-From the start of its F to the end of its I or B a micro-batch is **in flight**: the rank keeps all its activations.
-From the end of I to the end of W it is **waiting**: the rank keeps the operands of the weight gradients and frees the
-rest. With M_B and M_W the bytes of a micro-batch in the two states, a rank needs M_B (in flight + M_W / M_B waiting).
-Source: Qi et al., arXiv 2401.10241, section 2.3 and table 1. Ignored: parameters, message buffers, and temporary
-buffers of an action.
+The activation memory of a rank depends on the states of its micro-batches. From the start of its F to the end of its I
+or B a micro-batch is **in flight**: the rank keeps all its activations. From the end of I to the end of W it is
+**waiting**: the rank keeps the operands of the weight gradients and frees the rest. With M_B and M_W the bytes of a
+micro-batch in the two states, a rank needs M_B (in flight + M_W / M_B waiting). Source: Qi et al., arXiv 2401.10241,
+section 2.3 and table 1. Ignored: parameters, message buffers, and temporary buffers of an action.
 """
 
 from collections.abc import Iterable
@@ -17,8 +15,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from shardwright.schedule.actions import Action, Op, Schedule
-from shardwright.schedule.play import play
-from shardwright.schedule.validate import deadlock
+from shardwright.schedule.validate import deadlock, play
 from shardwright.system.errors import ScheduleError
 
 KEPT_FOR_WEIGHT = 3 / 8

@@ -1,13 +1,14 @@
 """Checks whether a schedule can be run: complete, in order, one rank for a stage and micro-batch, and no deadlock.
 
+`play` starts every action as early as possible; in a deadlock it stops.
+
 Positions number a rank's actions from 0.
 """
 
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 
-from shardwright.schedule.actions import OPS, Action, Result, Schedule
-from shardwright.schedule.play import play
+from shardwright.schedule.actions import OPS, Action, Op, Result, Schedule
 
 Place = tuple[int, int]
 """A rank and a position in its list."""
@@ -144,3 +145,47 @@ def _ranges(numbers: list[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in runs)
+
+
+def play(
+    schedule: Schedule, durations: Mapping[Op, Sequence[float]], comm: float = 0.0
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Return starts and ends of the actions of every rank, from 0; after a deadlock there are fewer than actions.
+
+    An action starts when the previous one on its rank has ended and its input is available: `comm` after the end of the
+    action that computed it, if that ran on another rank. `durations`: of each op in every stage. The run time is linear
+    in the number of actions. Raises ScheduleError for an action with a stage or micro-batch out of range.
+    """
+    needs, makes, n_results = schedule.numbered
+    ended: list[float] = [-1.0] * n_results
+    maker: list[int] = [0] * n_results
+    waiting: dict[int, list[int]] = {}
+    starts: list[list[float]] = [[] for _ in schedule.ranks]
+    ends: list[list[float]] = [[] for _ in schedule.ranks]
+    runnable = deque(range(schedule.n_ranks))
+    while runnable:
+        rank = runnable.popleft()
+        my_starts, my_ends = starts[rank], ends[rank]
+        clock = my_ends[-1] if my_ends else 0.0
+        actions, my_needs, my_makes = schedule.ranks[rank], needs[rank], makes[rank]
+        for position in range(len(my_ends), len(actions)):
+            need = my_needs[position]
+            if need >= 0:
+                there = ended[need]
+                if there < 0.0:
+                    waiting.setdefault(need, []).append(rank)
+                    break
+                if maker[need] != rank:
+                    there += comm
+                if there > clock:
+                    clock = there
+            my_starts.append(clock)
+            stage, op, _ = actions[position]
+            clock += durations[op][stage]
+            my_ends.append(clock)
+            made = my_makes[position]
+            ended[made] = clock
+            maker[made] = rank
+            if made in waiting:
+                runnable.extend(waiting.pop(made))
+    return starts, ends

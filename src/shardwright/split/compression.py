@@ -1,7 +1,5 @@
-"""Counts and sizes of compressed gradients and parameters, which `parallel` sends and `cost` prices; no torch.
-
-Bucket sizes of gradients in their all-reduce, and of logits in the loss.
-"""
+"""Counts and sizes of compressed gradients and parameters, which `parallel` sends and `cost` prices, and the sizes of
+buckets: of gradients in their all-reduce, and of logits in the loss; no torch."""
 
 from shardwright.layout.keys import ERROR_FEEDBACK, POWERSGD, TOPK
 from shardwright.layout.layout import Layout

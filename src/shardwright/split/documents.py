@@ -85,7 +85,7 @@ def held_tokens(lengths: Lengths, method: str, ring: int, deals: bool) -> tuple[
     if deals:
         return dealt(lengths, ring)
     starts = [0, *accumulate(lengths)]
-    found = []
+    result = []
     for rank in range(ring):
         spans = on_ring(method, starts[-1], ring, rank)
         pieces = [
@@ -93,16 +93,16 @@ def held_tokens(lengths: Lengths, method: str, ring: int, deals: bool) -> tuple[
             for span in spans
             for document, (start, stop) in enumerate(pairwise(starts))
         ]
-        found.append(tuple(piece for piece in pieces if piece.tokens > 0))
-    return tuple(found)
+        result.append(tuple(piece for piece in pieces if piece.tokens > 0))
+    return tuple(result)
 
 
 def spans_of_documents(layout: Layout, lengths: Lengths, rank: int, deals: bool) -> list[range]:
     """Return the sequence positions of the tokens of a rank of the world, in its order."""
     at = layout.coordinates(rank)
-    held = held_tokens(lengths, layout.cp_method, layout.cp_ring, deals)[at["cp_ring"]]
+    local = held_tokens(lengths, layout.cp_method, layout.cp_ring, deals)[at["cp_ring"]]
     tokens = sum(lengths) // layout.cp
-    return list(cut([range(each.start, each.stop) for each in held], at["cp_ulysses"] * tokens, tokens))
+    return list(cut([range(span.start, span.stop) for span in local], at["cp_ulysses"] * tokens, tokens))
 
 
 def dealt(lengths: Lengths, ring: int) -> tuple[tuple[DocumentSpan, ...], ...]:
@@ -116,26 +116,26 @@ def dealt(lengths: Lengths, ring: int) -> tuple[tuple[DocumentSpan, ...], ...]:
     assert starts[-1] % ring == 0, f"{starts[-1]} tokens are not divisible by a ring of {ring}"
     room, pairs = [starts[-1] // ring] * ring, [0] * ring
     most = sum(_triangle(length) for length in lengths) // (WHOLE * ring)
-    found: list[list[DocumentSpan]] = [[] for _ in range(ring)]
-    for document in sorted(range(len(lengths)), key=lambda each: (-lengths[each], each)):
+    per_rank: list[list[DocumentSpan]] = [[] for _ in range(ring)]
+    for document in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
         length, start = lengths[document], starts[document]
         with_room = [rank for rank in range(ring) if room[rank] >= length]
         if with_room and _triangle(length) <= most:
-            rank = min(with_room, key=lambda each: (pairs[each], each))
-            shares = [length if each == rank else 0 for each in range(ring)]
+            rank = min(with_room, key=lambda candidate: (pairs[candidate], candidate))
+            shares = [length if receiver == rank else 0 for receiver in range(ring)]
         else:
             shares = _shares(length, room)
         for rank, chunks in enumerate(_zigzag(document, start, shares)):
-            found[rank] += chunks
+            per_rank[rank] += chunks
             room[rank] -= shares[rank]
-            pairs[rank] += sum(_triangle(each.stop - start) - _triangle(each.start - start) for each in chunks)
-    return tuple(tuple(sorted(each, key=lambda held: held.start)) for each in found)
+            pairs[rank] += sum(_triangle(chunk.stop - start) - _triangle(chunk.start - start) for chunk in chunks)
+    return tuple(tuple(sorted(spans, key=lambda span: span.start)) for spans in per_rank)
 
 
 def _shares(length: int, room: Sequence[int]) -> list[int]:
     """Return the tokens of a document for each rank: in proportion to room, the remainder to ranks with most room."""
     total = sum(room)
-    shares = [length * each // total for each in room]
+    shares = [length * tokens // total for tokens in room]
     by_room = sorted(range(len(room)), key=lambda rank: (shares[rank] - room[rank], rank))
     for rank in by_room[: length - sum(shares)]:
         shares[rank] += 1
@@ -177,10 +177,10 @@ def plan(
     receives = [0] * ring
     first = 0
     for lengths in sequences:
-        held = held_tokens(lengths, method, ring, deals)
+        per_rank = held_tokens(lengths, method, ring, deals)
         if chunked:
-            held = tuple(tuple(_in_chunks(spans, lengths, window)) for spans in held)
-        places = [_places(each) for each in held]
+            per_rank = tuple(tuple(_in_chunks(spans, lengths, window)) for spans in per_rank)
+        places = [_places(spans) for spans in per_rank]
         local = places[rank]
         for step in range(ring):
             source, target = places[(rank - step) % ring], places[(rank + step) % ring]
@@ -199,7 +199,7 @@ def plan(
                     at = first + place.start
                     sends[step] += [slice(at + part.start, at + part.stop) for part in needed]
         first += sum(lengths) // ring
-    return RingPlan(tuple(map(tuple, pieces)), tuple(tuple(_joined(each)) for each in sends), tuple(receives))
+    return RingPlan(tuple(map(tuple, pieces)), tuple(tuple(_joined(slices)) for slices in sends), tuple(receives))
 
 
 def _in_chunks(spans: Sequence[DocumentSpan], lengths: Lengths, chunk: int) -> Iterator[DocumentSpan]:
@@ -220,14 +220,14 @@ _Places = dict[int, tuple[slice, list[DocumentSpan]]]
 """Document -> the slice of its tokens among a rank's tokens, and their positions in the sequence."""
 
 
-def _places(held: Sequence[DocumentSpan]) -> _Places:
-    found, at = {}, 0
-    for document, group in groupby(held, key=lambda each: each.document):
+def _places(spans: Sequence[DocumentSpan]) -> _Places:
+    places, at = {}, 0
+    for document, group in groupby(spans, key=lambda span: span.document):
         parts = list(group)
         tokens = sum(part.tokens for part in parts)
-        found[document] = slice(at, at + tokens), parts
+        places[document] = slice(at, at + tokens), parts
         at += tokens
-    return found
+    return places
 
 
 def _between(
@@ -241,8 +241,8 @@ def _between(
         rows, tokens = queries[0], queries[0].stop - queries[0].start
         return [AttentionPiece(rows, slice(0, tokens), causal=True)], [slice(0, tokens)]
     pieces, at = [], queries[0].start
-    for n_keys, group in groupby(queries[1], key=lambda each: sum(k.tokens for k in keys[1] if k.start < each.start)):
-        n_rows = sum(each.tokens for each in group)
+    for n_keys, group in groupby(queries[1], key=lambda span: sum(k.tokens for k in keys[1] if k.start < span.start)):
+        n_rows = sum(span.tokens for span in group)
         if n_keys:
             pieces.append(AttentionPiece(slice(at, at + n_rows), slice(0, n_keys)))
         at += n_rows

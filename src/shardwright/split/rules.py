@@ -312,16 +312,16 @@ def sequence_cuts(layout: Layout) -> int:
 
 def _cuts(layout: Layout) -> dict[str, int]:
     """Return each partition of a sequence into equal parts: its description -> the number of parts."""
-    found = {}
+    cuts = {}
     if layout.cp_ring > 1 and layout.cp_method != "ring":
         chunks = zigzag_chunks(layout.cp_ring)
-        found[f"2 x {layout.cp_ring} = {chunks} chunks (cp_method={layout.cp_method!r})"] = chunks
+        cuts[f"2 x {layout.cp_ring} = {chunks} chunks (cp_method={layout.cp_method!r})"] = chunks
     shards = layout.tp if layout.token_shards else 1
     if layout.cp * shards > 1:
         axes = [f"{axis}={n}" for axis, n in (("cp", layout.cp), ("tp", shards)) if n > 1]
         product = f" = {layout.cp * shards}" if len(axes) > 1 else ""
-        found[f"{' x '.join(axes)}{product}{' (sequence_parallel)' if shards > 1 else ''}"] = layout.cp * shards
-    return found
+        cuts[f"{' x '.join(axes)}{product}{' (sequence_parallel)' if shards > 1 else ''}"] = layout.cp * shards
+    return cuts
 
 
 def _division(size: int, by: int) -> str:

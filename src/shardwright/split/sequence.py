@@ -29,21 +29,21 @@ def spans(method: str, seq_len: int, ring: int, ulysses: int, ring_rank: int, ul
 
     `ring` and `ulysses` are the degrees of the two axes of cp, 1 for an axis that a method does not have.
     """
-    held = on_ring(method, seq_len, ring, ring_rank)
+    local = on_ring(method, seq_len, ring, ring_rank)
     tokens, left = divmod(seq_len // ring, ulysses)
     assert left == 0, f"{seq_len} tokens are not divisible by a ring of {ring} times {ulysses}"
-    return list(cut(held, ulysses_rank * tokens, tokens))
+    return list(cut(local, ulysses_rank * tokens, tokens))
 
 
 def positions_of_rank(layout: Layout, seq_len: int, rank: int, *, token_shard: bool = False) -> list[range]:
     """Return the positions of the tokens of a rank of the world, in its order. `token_shard`: only the rank's token
     shard under sequence parallelism."""
     at = layout.coordinates(rank)
-    held = spans(layout.cp_method, seq_len, layout.cp_ring, layout.cp_ulysses, at["cp_ring"], at["cp_ulysses"])
+    local = spans(layout.cp_method, seq_len, layout.cp_ring, layout.cp_ulysses, at["cp_ring"], at["cp_ulysses"])
     if token_shard:
         shard_tokens = seq_len // (layout.cp * layout.tp)
-        held = list(cut(held, at["tp"] * shard_tokens, shard_tokens))
-    return held
+        local = list(cut(local, at["tp"] * shard_tokens, shard_tokens))
+    return local
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,9 @@ class SequencePieces:
         of_ranks = [
             spans(layout.cp_method, n_pieces, ring, ulysses, *divmod(rank, ulysses)) for rank in range(layout.cp)
         ]
-        return SequencePieces(n_pieces, tuple(tuple(piece for span in held for piece in span) for held in of_ranks))
+        return SequencePieces(
+            n_pieces, tuple(tuple(piece for span in of_rank for piece in span) for of_rank in of_ranks)
+        )
 
 
 def step_pairs(method: str, seq_len: int, ring: int) -> list[list[int]]:
@@ -74,9 +76,9 @@ def step_pairs(method: str, seq_len: int, ring: int) -> list[list[int]]:
 
     The slowest rank determines the time of a step, so the time of a method is the sum of each step's maximum.
     """
-    held = [on_ring(method, seq_len, ring, rank) for rank in range(ring)]
+    per_rank = [on_ring(method, seq_len, ring, rank) for rank in range(ring)]
     return [
-        [sum(_pairs(q, k) for q in held[rank] for k in held[(rank - step) % ring]) for rank in range(ring)]
+        [sum(_pairs(q, k) for q in per_rank[rank] for k in per_rank[(rank - step) % ring]) for rank in range(ring)]
         for step in range(ring)
     ]
 
@@ -117,9 +119,9 @@ def on_ring(method: str, seq_len: int, ring: int, rank: int) -> list[range]:
     return [range(rank * chunk, (rank + 1) * chunk)]
 
 
-def cut(held: list[range], start: int, length: int) -> Iterator[range]:
+def cut(ranges: list[range], start: int, length: int) -> Iterator[range]:
     """Yield the tokens start, ..., start + length - 1 of `held`, as ranges."""
-    for span in held:
+    for span in ranges:
         piece = span[max(0, start) : max(0, start + length)]
         if piece:
             yield piece

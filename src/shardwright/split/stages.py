@@ -70,11 +70,11 @@ def schedule_problems(layout: Layout, n_microbatches: int) -> list[str]:
     """Return the reasons why the schedule of a layout cannot run `n_microbatches` in a step, one sentence each."""
     if layout.pp == 1:
         return []
-    found = build.problems(layout.pp_schedule, layout.pp, n_microbatches, layout.virtual_stages)
+    problems = build.problems(layout.pp_schedule, layout.pp, n_microbatches, layout.virtual_stages)
     return [
         f"layout.pp_schedule: {problem} (microbatches = batch.global_batch / (batch.micro_batch x data ranks) = "
         f"{n_microbatches})"
-        for problem in found
+        for problem in problems
     ]
 
 

@@ -1,6 +1,7 @@
 """The training that layouts are compared by: a model, and random batches made from the seed.
 
-Number formats at test size: the loss scale of float16, the blocks of fp8, the options of an optimizer.
+It also has the number formats at test size: the loss scale of float16, the blocks of fp8 and the options of an
+optimizer.
 
 Shapes: B sequences of the global batch, T tokens of a sequence.
 """
@@ -9,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Literal, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -26,14 +27,13 @@ from shardwright.split.stages import schedule_problems, stage_layers
 from shardwright.system.errors import InputError, nearest
 from shardwright.training.schedule import learning_rate
 
-DType = Literal["float64", "float32", "bfloat16", "float16"]
-# Type of parameters, gradients and optimizer states, and type of matmuls.
 DTYPES: dict[str, tuple[torch.dtype, torch.dtype]] = {
     "float64": (torch.float64, torch.float64),
     "float32": (torch.float32, torch.float32),
     "bfloat16": (torch.float32, torch.bfloat16),
     "float16": (torch.float32, torch.float16),
 }
+"""The type of parameters, gradients and optimizer states, and the type of matmuls."""
 
 PLAIN_SGD = "plain sgd"
 """The training of every case next to the run's optimizer: w - rate g, which shows the scale of a gradient."""
@@ -206,7 +206,7 @@ class Case:
         """Return whether a layout's data ranks can share the batch, in micro-batches that its schedule can run."""
         sizes = [
             (self.global_batch, self.micro_batch),
-            *((each.global_batch, each.micro_batch) for each in self.stages),
+            *((stage.global_batch, stage.micro_batch) for stage in self.stages),
         ]
         for global_batch, micro_batch in sizes:
             rounds, rest = divmod(global_batch, micro_batch * layout.data_ranks)
@@ -337,7 +337,7 @@ def case_of(
     """Return the case of a run file with its true sizes. `lr_schedule`: with the learning rates of its schedule,
     shortened to `steps`."""
     spec, fp8 = config.spec(), config.precision.fp8_settings
-    stages = [CaseStage(each.global_batch, each.micro_batch, each.seq_len) for each in config.batch.schedule.stages]
+    stages = [CaseStage(stage.global_batch, stage.micro_batch, stage.seq_len) for stage in config.batch.schedule.stages]
     return Case(
         spec=spec,
         **max(stages, key=lambda stage: (stage.seq_len, stage.global_batch))._asdict(),

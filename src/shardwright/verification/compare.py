@@ -1,4 +1,4 @@
-"""Errors and the verdict.
+"""Compares the traces of two runs: the error of each quantity, and the verdict.
 
 The error of a tensor is ||a - b|| / max(||b||, floor), b the reference. The floor is FLOORS times the norm that the
 tensor would have if its elements had the root mean square of all tensors of its kind: a gradient that is zero by

@@ -23,7 +23,6 @@ from shardwright.model.transformer import Transformer
 from shardwright.system.errors import InputError
 from shardwright.training.optimizer import build_optimizer, set_learning_rate
 
-WIDTHS = (64, 128, 256, 512)
 FLAT = 0.35
 """Largest slope of log change over log width, up or down, that is called flat. Wide enough for the terms that vanish
 with the width in models of 64 to 512, and less than the least power of the width that a wrong parametrisation has,
@@ -44,11 +43,11 @@ class CoordinateCheck:
     def slopes(self) -> dict[str, float]:
         """The slope of log change over log width by place, by least squares."""
         x = [math.log(width) for width in self.widths]
-        found = {}
+        slopes = {}
         for place, changes in self.changes.items():
             y = [math.log(change) for change in changes]
-            found[place] = statistics.linear_regression(x, y).slope
-        return found
+            slopes[place] = statistics.linear_regression(x, y).slope
+        return slopes
 
     @property
     def flat(self) -> bool:
@@ -110,11 +109,11 @@ def check_coordinates(
     does not change."""
     specs = [at_width(spec, width) for width in widths]
     changes: dict[str, list[float]] = defaultdict(list)
-    for each in specs:
-        report(f"d_model {each.d_model}: {each.n_parameters:,} parameters")
-        per_seed = [_changes(each, optimizer, steps, seed) for seed in range(seeds)]
+    for spec_of_width in specs:
+        report(f"d_model {spec_of_width.d_model}: {spec_of_width.n_parameters:,} parameters")
+        per_seed = [_changes(spec_of_width, optimizer, steps, seed) for seed in range(seeds)]
         for place in per_seed[0]:
-            change = statistics.fmean(found[place] for found in per_seed)
+            change = statistics.fmean(rms_by_place[place] for rms_by_place in per_seed)
             if not 0 < change < math.inf:
                 cause = (
                     "training diverged; give a lower one by --set optimizer.lr=VALUE"
@@ -122,11 +121,11 @@ def check_coordinates(
                     else "fp32 rounds the updates away, or optimizer.lr_scale is 0; give higher values"
                 )
                 raise InputError(
-                    f"the change of {place} at d_model {each.d_model} is {change:g} after {steps} steps with "
+                    f"the change of {place} at d_model {spec_of_width.d_model} is {change:g} after {steps} steps with "
                     f"optimizer.lr={optimizer.lr:g}: {cause}"
                 )
             changes[place].append(change)
-    return CoordinateCheck(tuple(widths), steps, {place: tuple(each) for place, each in changes.items()})
+    return CoordinateCheck(tuple(widths), steps, {place: tuple(means) for place, means in changes.items()})
 
 
 def _changes(spec: ModelSpec, section: OptimizerSection, steps: int, seed: int) -> dict[str, float]:
@@ -155,16 +154,16 @@ def _changes(spec: ModelSpec, section: OptimizerSection, steps: int, seed: int) 
 @torch.no_grad()
 def _activations(model: Transformer, tokens_BT: Tensor) -> list[tuple[str, Tensor]]:
     """Return the activations of a forward pass with their places, in the order of computation."""
-    found: list[tuple[str, Tensor]] = []
+    activations: list[tuple[str, Tensor]] = []
 
     def keep(place: str) -> Callable[[Any, Any, Tensor], None]:
-        return lambda module, inputs, y: found.append((place, y.detach().clone()))
+        return lambda module, inputs, y: activations.append((place, y.detach().clone()))
 
     handles = [module.register_forward_hook(keep(place)) for place, module in _places(model)]
     logits_BTV = model(tokens_BT)
     for handle in handles:
         handle.remove()
-    return [*found, ("logits", logits_BTV)]
+    return [*activations, ("logits", logits_BTV)]
 
 
 def _places(model: Transformer) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -31,8 +31,8 @@ CLASSES = (
     ErrorClass(math.inf, "more, or not a number", "#e9824c", "#b8451a"),
 )
 ROLES = (
-    {f"error-{at}": each.paper for at, each in enumerate(CLASSES)},
-    {f"error-{at}": each.dark for at, each in enumerate(CLASSES)},
+    {f"error-{at}": error_class.paper for at, error_class in enumerate(CLASSES)},
+    {f"error-{at}": error_class.dark for at, error_class in enumerate(CLASSES)},
 )
 _FIRST, _LAST = ("embedding", "position_embedding"), ("norm", "head")
 _MOST_NUMBERS = 20
@@ -46,15 +46,15 @@ Cells = Mapping[tuple[str, int], float]
 
 def cells_by_panel(rows: Iterable[ReportRow]) -> dict[str, Cells]:
     """Return the panels of each training: gradients, and parameters with their initial values as step 0."""
-    found: dict[str, dict[tuple[str, int], float]] = {}
+    panels: dict[str, dict[tuple[str, int], float]] = {}
     for row in rows:
         kind = {"initial": "parameter"}.get(row.quantity.kind, row.quantity.kind)
         if kind not in ("gradient", "parameter") or not row.name:
             continue
-        cells = found.setdefault(f"{kind}, {row.quantity.training}", {})
+        cells = panels.setdefault(f"{kind}, {row.quantity.training}", {})
         at = (layer_of(row.name), row.quantity.step)
         cells[at] = max(cells.get(at, 0.0), row.excess)
-    return {name: found[name] for name in sorted(found, key=lambda name: not name.startswith("gradient"))}
+    return {name: panels[name] for name in sorted(panels, key=lambda name: not name.startswith("gradient"))}
 
 
 def layer_of(name: str) -> str:
@@ -78,7 +78,7 @@ def in_order(layers: Iterable[str]) -> list[str]:
 
 def class_of(excess: float) -> int:
     """Return the class of an error, given in multiples of its tolerance, as an index into CLASSES."""
-    return next((at for at, each in enumerate(CLASSES) if excess <= each.most), len(CLASSES) - 1)
+    return next((at for at, error_class in enumerate(CLASSES) if excess <= error_class.most), len(CLASSES) - 1)
 
 
 def errors_svg(rows: Sequence[ReportRow]) -> str:
@@ -116,7 +116,7 @@ def _draw(
 ) -> None:
     from matplotlib.collections import PolyCollection
 
-    column, line = ({each: at for at, each in enumerate(some)} for some in (steps, layers))
+    column, line = ({name: at for at, name in enumerate(some)} for some in (steps, layers))
     boxes: list[list[tuple[tuple[float, float], ...]]] = [[] for _ in CLASSES]
     for (layer, step), excess in cells.items():
         x, y = column[step], line[layer]
@@ -134,8 +134,8 @@ def _draw(
                 color=COLOURS["ink"],
                 fontweight="normal" if excess <= 1 else "bold",
             )
-    for each, some in zip(CLASSES, boxes, strict=True):
-        ax.add_collection(PolyCollection(some, facecolors=each.paper, edgecolors="none"))
+    for error_class, some in zip(CLASSES, boxes, strict=True):
+        ax.add_collection(PolyCollection(some, facecolors=error_class.paper, edgecolors="none"))
     ax.set(xlim=(0, len(steps)), ylim=(len(layers), 0))
     ax.set_title(title, fontsize=9.5)
     apart = -(-len(steps) // 8)
@@ -153,7 +153,7 @@ def _draw(
 def _key(figure: "Figure", height_in: float) -> None:
     from matplotlib.patches import Patch
 
-    patches = [Patch(facecolor=each.paper, label=each.words) for each in CLASSES]
+    patches = [Patch(facecolor=error_class.paper, label=error_class.words) for error_class in CLASSES]
     figure.legend(handles=patches, ncols=len(patches), loc="upper left", bbox_to_anchor=(0.03, 1 - 0.3 / height_in))
     title = "Largest error of a layer's tensors, in multiples of its tolerance"
     figure.text(0.03, 1 - 0.06 / height_in, title, va="top", fontsize=10.5, fontweight="bold")

@@ -103,7 +103,7 @@ def _train(case: Case, layout: Layout, folder: Path) -> RankTrace:
                 for (n, p), values in zip(parameters.items(), _values(case, parameters).values(), strict=True)
             }
             if trainer.model.places is not None:
-                parts_of_ranks = {n: each for n, each in gradients.items() if isinstance(each, Tensor)}
+                parts_of_ranks = {n: gradient for n, gradient in gradients.items() if isinstance(gradient, Tensor)}
                 gradients.update(trainer.model.places.at_home(parts_of_ranks))
             if not overflows:
                 recorder.tensors(TracedQuantity("gradient", training, step + 1), gradients)

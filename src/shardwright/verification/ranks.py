@@ -6,6 +6,8 @@ that can be imported, and its arguments and results have to be picklable.
 
 Processes do not stay for a second world. PyTorch caches DTensor's results for a device mesh and reuses them for every
 equal mesh, with the names of the first one's process groups. In another world these names are missing or wrong.
+
+Reports the progress of the ranks, counted from the files that they write.
 """
 
 import faulthandler
@@ -17,7 +19,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,8 +31,12 @@ from shardwright.system import processes
 from shardwright.system.errors import cleaning_up
 from shardwright.system.forks import context, environment, preload, temporary_folder, undisturbed
 from shardwright.system.processes import ParentConnection, Worker
+from shardwright.system.units import format_seconds
 
 TIMEOUT_S = 200.0
+_EVERY_S = 1.0
+"""Seconds between two reports of progress."""
+Tell = Callable[[str], None]
 
 _starting = threading.Lock()
 _running: dict[int, list[Worker]] = {}
@@ -144,3 +151,28 @@ def _rank(rank: int, folder: str, connection: "Connection[Any, Any]") -> None:
     finally:
         # No orderly end: leaving gloo in order costs seconds, and all results have been sent.
         os._exit(0)
+
+
+@contextmanager
+def report_progress(
+    tell: Tell, what: str, count: Callable[[], int], total: int, unit: str = "records"
+) -> Iterator[None]:
+    """Call `tell` each second within a context, with the number of the run's `total` records that `count` returns, and
+    about how long the others take."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        began_s = time.monotonic()
+        while not ended.wait(_EVERY_S):
+            done = min(count(), total)
+            left_s = (time.monotonic() - began_s) / max(done, 1) * (total - done)
+            left = f", about {format_seconds(left_s)} left" if done else ""
+            tell(f"{what}: {done:,} of {total:,} {unit}{left}")
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

@@ -2,11 +2,9 @@
 uses only the model and the optimizer's row; the whole batch is one forward pass (with fp8 a micro-batch), and loss and
 clipping are PyTorch's.
 
-PowerSGD as one process computes it on whole gradients (Vogels et al., arXiv 1905.13727): each logical matrix becomes
-the product of two thin ones, and the remainder is added to the next gradient.
-
-Top-k as one process computes it (Stich et al., arXiv 1809.07599): the gradient of each replica's sequences apart, its
-largest elements, and their sum.
+It computes PowerSGD (Vogels et al., arXiv 1905.13727) on whole gradients: each logical matrix becomes the product of
+two thin ones, and the remainder is added to the next gradient. It computes top-k (Stich et al., arXiv 1809.07599) on
+the gradient of each replica's sequences: its largest elements, summed over replicas.
 """
 
 import math
@@ -34,79 +32,112 @@ from shardwright.verification.case import ADAPTER_STD, DTYPES, PLAIN_SGD, Case
 from shardwright.verification.reference_compression import LargestElements, Products, columns_of_block, n_sequences
 from shardwright.verification.trace import RankTrace, TracedQuantity, TraceRecorder
 
+Losses = tuple[Tensor, Tensor | None]
+"""The loss of the next token, and the mean loss of multi-token prediction (MTP) modules, if there are any."""
+
 
 def train_alone(case: Case, folder: Path) -> RankTrace:
     """Take the steps of a case with each optimizer, in a world of one rank."""
     recorder = TraceRecorder(folder)
-    kept, compute = DTYPES[case.dtype]
     for training in case.trainings:
-        model = Transformer(case.spec).of_types(kept, compute)
-        initialise(model, case.spec, case.seed, b_std=ADAPTER_STD)
-        model.train()
-        parameters = dict(model.named_parameters())
-        optimizer = _optimizer(training, parameters, case)
-        products = Products(parameters, case) if case.powersgd_rank else None
-        largest = LargestElements(parameters, case) if case.largest_gradients else None
-        loss_scale = 1.0 if case.loss_scaling is None else case.loss_scaling.loss_scale
-        routers = _RouterLosses(model, loss_scale)
-        _round_inputs(model, case)
-        if case.fp8 is not None:
-            use_fp8(model, case.spec, case.fp8)
-        if training == PLAIN_SGD:
-            recorder.tensors(TracedQuantity("initial", training, 0), parameters)
-        seen: list[dict[str, Tensor]] = []
-        answers = _Answers(model, case, parameters)
+        trainer = _LoneTrainer(case, training, recorder)
         for step in range(case.steps):
-            parts = []
-            for loss, ahead in _passes(model, case, parameters, step, step, routers, answers):
-                ((loss if ahead is None else loss + case.spec.mtp_weight * ahead) * loss_scale).backward()
-                parts.append((loss.detach(), None if ahead is None else ahead.detach()))
-                if largest is not None:
-                    largest.after_pass(len(parts), case.at(step))
-            loss, ahead = _summed(parts)
-            recorder.scalar(TracedQuantity("loss", training, step + 1), loss)
-            if ahead is not None:
-                recorder.scalar(TracedQuantity("mtp loss", training, step + 1), ahead)
-            if step == case.overflow_step:
-                recorder.trace.clip_norms.setdefault(training, []).append(math.inf)
-                optimizer.zero_grad()
-                take_load(model)
-                seen.append(_copied(parameters, case))
-                continue
-            for p in parameters.values():
-                p.grad = None if p.grad is None else p.grad / loss_scale
-            if products is not None:
-                products.replace_gradients()
-            gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
-            recorder.tensors(TracedQuantity("gradient", training, step + 1), gradients)
-            scale = case.scale(training, step)
-            for p in parameters.values():
-                p.grad = None if p.grad is None else p.grad * scale
-            norm = nn.utils.get_total_norm(p.grad for p in parameters.values() if p.grad is not None)
-            recorder.scalar(TracedQuantity("grad norm", training, step + 1), norm)
-            limit = case.clip_norm(training, step, float(norm))
-            recorder.trace.clip_norms.setdefault(training, []).append(limit)
-            nn.utils.clip_grads_with_norm_(parameters.values(), limit, norm)
-            set_learning_rate(optimizer, case.rate(training, step) / scale)
-            optimizer.step()
-            optimizer.zero_grad()
-            learn_from_load(model, {layer: load.counts_E for layer, load in take_load(model).items()})
-            if case.evaluate and step == 0:
-                loss, ahead = _evaluate(model, case, parameters, routers, answers)
-                recorder.scalar(TracedQuantity("evaluation", training, 1), loss)
-                if ahead is not None:
-                    recorder.scalar(TracedQuantity("mtp evaluation", training, 1), ahead)
-            seen.append(_copied(parameters, case))
-        recorder.tensors(TracedQuantity("parameter", training, case.steps), parameters)
+            trainer.step(step)
+        recorder.tensors(TracedQuantity("parameter", training, case.steps), trainer.parameters)
         if case.average.kind != "none":
-            average = {name: _average(case, [each[name] for each in seen]) for name in parameters}
+            average = {name: _average(case, [after[name] for after in trainer.seen]) for name in trainer.parameters}
             recorder.tensors(TracedQuantity("average", training, case.steps), average)
     return recorder.trace
 
 
-def _copied(parameters: dict[str, nn.Parameter], case: Case) -> dict[str, Tensor]:
-    """Return the values of the parameters after a step, if the case averages them."""
-    return {} if case.average.kind == "none" else {name: p.detach().clone() for name, p in parameters.items()}
+class _LoneTrainer:
+    """A whole model and an optimizer; records the losses, gradients and norms of its steps."""
+
+    def __init__(self, case: Case, training: str, recorder: TraceRecorder) -> None:
+        """Initialise the model, and record its parameters for plain SGD."""
+        self.case, self.training, self.recorder = case, training, recorder
+        self.model = Transformer(case.spec).of_types(*DTYPES[case.dtype])
+        initialise(self.model, case.spec, case.seed, b_std=ADAPTER_STD)
+        self.model.train()
+        self.parameters = dict(self.model.named_parameters())
+        self.optimizer = _optimizer(training, self.parameters, case)
+        self.products = Products(self.parameters, case) if case.powersgd_rank else None
+        self.largest = LargestElements(self.parameters, case) if case.largest_gradients else None
+        self.loss_scale = 1.0 if case.loss_scaling is None else case.loss_scaling.loss_scale
+        self.routers = _RouterLosses(self.model, self.loss_scale)
+        _round_inputs(self.model, case)
+        if case.fp8 is not None:
+            use_fp8(self.model, case.spec, case.fp8)
+        if training == PLAIN_SGD:
+            recorder.tensors(TracedQuantity("initial", training, 0), self.parameters)
+        self.answers = _Answers(self.model, case, self.parameters)
+        self.seen: list[dict[str, Tensor]] = []
+        """The parameters after each step, if the case averages them."""
+
+    def step(self, step: int) -> None:
+        """Take a step, and after the first step evaluate if the case does."""
+        self._record_losses(("loss", "mtp loss"), step, self._forward_backward(step))
+        if step == self.case.overflow_step:
+            self._clip_norms().append(math.inf)
+            self.optimizer.zero_grad()
+            take_load(self.model)
+        else:
+            self._update(step)
+            if self.case.evaluate and step == 0:
+                self._record_losses(("evaluation", "mtp evaluation"), step, self._evaluate())
+        copied = self.case.average.kind != "none"
+        self.seen.append({name: p.detach().clone() for name, p in self.parameters.items()} if copied else {})
+
+    def _forward_backward(self, step: int) -> Losses:
+        """Compute the gradients of the scaled loss, and return the losses."""
+        parts = []
+        for loss, ahead in self._passes(step, step):
+            ((loss if ahead is None else loss + self.case.spec.mtp_weight * ahead) * self.loss_scale).backward()
+            parts.append((loss.detach(), None if ahead is None else ahead.detach()))
+            if self.largest is not None:
+                self.largest.after_pass(len(parts), self.case.at(step))
+        return _summed(parts)
+
+    def _update(self, step: int) -> None:
+        """Clip the gradients and update the parameters and the biases of routers."""
+        case, training, parameters = self.case, self.training, self.parameters
+        for p in parameters.values():
+            p.grad = None if p.grad is None else p.grad / self.loss_scale
+        if self.products is not None:
+            self.products.replace_gradients()
+        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
+        self.recorder.tensors(TracedQuantity("gradient", training, step + 1), gradients)
+        scale = case.scale(training, step)
+        for p in parameters.values():
+            p.grad = None if p.grad is None else p.grad * scale
+        norm = nn.utils.get_total_norm(p.grad for p in parameters.values() if p.grad is not None)
+        self.recorder.scalar(TracedQuantity("grad norm", training, step + 1), norm)
+        limit = case.clip_norm(training, step, float(norm))
+        self._clip_norms().append(limit)
+        nn.utils.clip_grads_with_norm_(parameters.values(), limit, norm)
+        set_learning_rate(self.optimizer, case.rate(training, step) / scale)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        learn_from_load(self.model, {layer: load.counts_E for layer, load in take_load(self.model).items()})
+
+    @torch.no_grad()
+    def _evaluate(self) -> Losses:
+        """Return the losses of the batch after the training steps' batches, without dropout."""
+        self.model.eval()
+        losses = _summed([*self._passes(self.case.steps, EVALUATION)])
+        self.model.train()
+        return losses
+
+    def _passes(self, step: int, key_step: int) -> Iterator[Losses]:
+        return _passes(self.model, self.case, self.parameters, step, key_step, self.routers, self.answers)
+
+    def _record_losses(self, names: tuple[str, str], step: int, losses: Losses) -> None:
+        for name, loss in zip(names, losses, strict=True):
+            if loss is not None:
+                self.recorder.scalar(TracedQuantity(name, self.training, step + 1), loss)
+
+    def _clip_norms(self) -> list[float]:
+        return self.recorder.trace.clip_norms.setdefault(self.training, [])
 
 
 def _average(case: Case, seen: Sequence[Tensor]) -> Tensor:
@@ -116,26 +147,7 @@ def _average(case: Case, seen: Sequence[Tensor]) -> Tensor:
         return torch.stack([*seen[-case.average.last :]]).mean(0)
     decay, n = case.average.decay, len(seen)
     factors = [decay ** (n - 1), *((1 - decay) * decay ** (n - i) for i in range(2, n + 1))]
-    return torch.stack([factor * each for factor, each in zip(factors, seen, strict=True)]).sum(0)
-
-
-@torch.no_grad()
-def _evaluate(
-    model: Transformer,
-    case: Case,
-    parameters: dict[str, nn.Parameter],
-    routers: "_RouterLosses",
-    answers: "_Answers",
-) -> tuple[Tensor, Tensor | None]:
-    """Return the losses of the batch after the training steps' batches, without dropout."""
-    model.eval()
-    losses = _summed([*_passes(model, case, parameters, case.steps, EVALUATION, routers, answers)])
-    model.train()
-    return losses
-
-
-Losses = tuple[Tensor, Tensor | None]
-"""The loss of the next token, and the mean loss of multi-token prediction (MTP) modules, if there are any."""
+    return torch.stack([factor * values for factor, values in zip(factors, seen, strict=True)]).sum(0)
 
 
 class _RouterLosses:

@@ -1,4 +1,4 @@
-"""Limits of errors: bounds on rounding, and their reasons."""
+"""The tolerance of each compared quantity: a bound on rounding, with its reason."""
 
 import math
 from collections.abc import Callable

@@ -34,9 +34,8 @@ from shardwright.verification.case import (
     with_drawn_experts,
 )
 from shardwright.verification.compare import Errors, RankedLayout, Report, ReportRow
-from shardwright.verification.progress import Tell, report_progress
 from shardwright.verification.rank import train_rank
-from shardwright.verification.ranks import end_all, run_ranks
+from shardwright.verification.ranks import Tell, end_all, report_progress, run_ranks
 from shardwright.verification.reduce import most_ranks
 from shardwright.verification.reference import train_alone
 from shardwright.verification.tolerance import (
@@ -269,7 +268,7 @@ def _check(case: Case, layout: Layout) -> None:
             f"{format_bytes(there)} left; take fewer --steps, or set TMPDIR to a larger disk"
         )
     sizes = [case.at(step) for step in range(case.steps)] + [case]
-    problems = [each for one in sizes for each in stages.schedule_problems(layout, one.accumulation(layout))]
+    problems = [problem for one in sizes for problem in stages.schedule_problems(layout, one.accumulation(layout))]
     problems += replica_problems(case.spec, layout, case.fp8)
     rounding = {f"layout.{key}": getattr(layout, key) for key in ("compress_dispatch", "compress_pipeline")}
     rounding |= {} if case.fp8 is None else {"precision.fp8": case.fp8.recipe}
@@ -286,7 +285,7 @@ def _check(case: Case, layout: Layout) -> None:
         rounding["layout.compress_gradients"] = layout.compress_gradients
     if case.dtype != "float64":
         problems += [only_in_float64(case.dtype, key, value) for key, value in rounding.items()]
-    problems += [each for one in sizes for each in rules.problems(case.spec, layout, one.seq_len)]
+    problems += [problem for one in sizes for problem in rules.problems(case.spec, layout, one.seq_len)]
     if problems:
         raise LayoutError(*dict.fromkeys(problems))
 

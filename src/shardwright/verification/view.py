@@ -1,4 +1,8 @@
-"""The document of `verify`: the verdict, the culprit and the comparisons of one layout, or of many."""
+"""The documents of `verify` and of `mup-check`.
+
+`verify`: the verdict, the culprit and the comparisons of one layout, or of many. `mup-check`: the change of activations
+by width, its slopes, and a picture.
+"""
 
 import re
 from collections import defaultdict
@@ -6,9 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from shardwright.config import RunConfig
+from shardwright.model.spec import ModelSpec
 from shardwright.system.units import counted
 from shardwright.verification.case import Case
 from shardwright.verification.compare import RankedLayout, Report, ReportRow
+from shardwright.verification.coordinates import FLAT, CoordinateCheck
 from shardwright.verification.pictures import ROLES, errors_svg, short
 from shardwright.view.document import (
     CODE,
@@ -26,7 +32,9 @@ from shardwright.view.document import (
     Table,
     VerbDocument,
 )
+from shardwright.view.log_lines import Line, log_lines_svg
 
+SLOPE = Quantity("{:+.2f}".format)
 MORE_ROWS = 12
 """Most rows that are not equal, in addition to the worst row of each kind, and most replicas that differ."""
 COMPARED = "losses, norms, gradients and parameters"
@@ -201,3 +209,53 @@ def tolerances(reports: Iterable[Report]) -> Iterator[str]:
     for alike in reasons.values():
         others = f" (and {len(alike) - 1} alike, none wider)" if len(alike) > 1 else ""
         yield f"{max(alike, key=alike.__getitem__)}{others}"
+
+
+def coordinates_document(check: CoordinateCheck, spec: ModelSpec, lr: float) -> VerbDocument:
+    """Return the document of a coordinate check of the model `spec`, trained with the learning rate `lr`."""
+    slopes = check.slopes
+    worst = max(slopes, key=lambda place: abs(slopes[place]))
+    verdict = f"slope of {worst} {slopes[worst]:+.2f}; flat is up to {FLAT:g}, up or down"
+    columns = (Column("place"), *(Column(f"{width:,}", ERROR) for width in check.widths), Column("slope", SLOPE))
+    rows = [
+        (place, *changes, Marked(slopes[place], "" if abs(slopes[place]) <= FLAT else "bad"))
+        for place, changes in check.changes.items()
+    ]
+    parametrisation = _parametrisation(spec)
+    parts: list[Part] = [
+        Facts([Fact("flat" if check.flat else "not flat", parametrisation, verdict, "good" if check.flat else "bad")]),
+        Section(f"Change of an element of each activation after {check.steps} steps, by d_model"),
+        Table(columns, rows),
+        Note(
+            f"root mean squares, averaged over layers and seeds; {spec.n_layers} layers, lr {lr:g}, one batch of "
+            "random tokens in fp32; slope: of log change over log d_model",
+            tone="quiet",
+        ),
+    ]
+    data = {
+        "flat": check.flat,
+        "widths": check.widths,
+        "steps": check.steps,
+        "changes": check.changes,
+        "slopes": slopes,
+        "mup": None if spec.mup is None else vars(spec.mup),
+    }
+    caption = "Each line is divided by its value at the smallest width. With muP the lines are flat."
+    picture = Picture("changes", "Change of activations by width", partial(coordinates_svg, check), caption)
+    return VerbDocument(f"mup-check: {parametrisation}", data, parts, [picture])
+
+
+def coordinates_svg(check: CoordinateCheck) -> str:
+    """Return a picture of the changes, each divided by its value at the smallest width."""
+    lines: Sequence[Line] = [
+        (place, check.widths, [change / changes[0] for change in changes]) for place, changes in check.changes.items()
+    ]
+    return log_lines_svg(lines, x_label="d_model", y_label="change / first", ticks=check.widths).decode("utf-8")
+
+
+def _parametrisation(spec: ModelSpec) -> str:
+    """Return the parametrisation of a model in words."""
+    if spec.mup is None:
+        return "standard parametrisation"
+    given = [f"{name}={value}" for name, value in vars(spec.mup).items() if value]
+    return f"muP with {', '.join(given)}"

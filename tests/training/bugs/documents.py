@@ -86,7 +86,7 @@ MASK: dict[str, AnyBug] = {
         documents=True,
     ),
     "a query leaves out the keys right before its own": Bug(
-        Mutation(f"{_PLAN}:_between", "k.start < each.start", "k.stop < each.start"), [ON_RING], documents=True
+        Mutation(f"{_PLAN}:_between", "k.start < span.start", "k.stop < span.start"), [ON_RING], documents=True
     ),
     "gradients that come back are added to the first document": Bug(
         Mutation(f"{_DOCUMENTS}:_GradientReturns.finish", "first += tokens", "first += 0"), [ZIGZAG], documents=True

@@ -13,7 +13,7 @@ SCALE = {
         _RECORD + "test_messages_of_repeated_micro_batches_count_as_often",
     ),
     "the dry run adds a resized storage to what it had": UnitBug(
-        Mutation("shardwright.dry_run.record:changes", "n_bytes - held", "n_bytes"),
+        Mutation("shardwright.dry_run.record:changes", "n_bytes - before", "n_bytes"),
         _RECORD + "test_a_storage_that_grows_and_shrinks_counts_what_it_has",
     ),
     "rows of experts that are assumed are more than there are": UnitBug(
@@ -28,12 +28,14 @@ ORDER = {
     ),
     "collectives of two groups may come in any order": UnitBug(
         Mutation(
-            _CALLS + "_Launches.counterpart", "each.group == call.group and each.op not in (*_PAIRED, WAIT)", "True"
+            _CALLS + "_Launches.counterpart",
+            "other_call.group == call.group and other_call.op not in (*_PAIRED, WAIT)",
+            "True",
         ),
         _AGREEMENT + "test_groups_in_another_order_are_a_deadlock",
     ),
     "calls that are launched alone do not wait for one another": UnitBug(
-        Mutation(_CALLS + "_Launches.__init__", "each[0] if not each[1].launch else -1", "-1"),
+        Mutation(_CALLS + "_Launches.__init__", "numbered_call[0] if not numbered_call[1].launch else -1", "-1"),
         _AGREEMENT + "test_nccl_messages_in_both_directions_wait_for_one_another_unless_they_are_one_launch",
     ),
     "a message that has no receive is not seen": UnitBug(

@@ -46,13 +46,15 @@ SCALE = {
     ),
     "the greedy choice of DeepSeek-V2-Lite is among groups": UnitBug(
         Mutation(
-            "shardwright.hugging_face.deepseek_v2:complete", "_DEFAULTS | config | ungrouped", "_DEFAULTS | config"
+            "shardwright.hugging_face.deepseek:_complete_v2",
+            "_V2_DEFAULTS | config | ungrouped",
+            "_V2_DEFAULTS | config",
         ),
         LOGITS,
         ("deepseek-v2-lite, yarn",),
     ),
     "the shared experts of Qwen2-MoE are as wide as one expert": UnitBug(
-        Mutation("shardwright.hugging_face.qwen2_moe:written", "spec.moe.shared_width", "spec.moe.d_ffn"),
+        Mutation("shardwright.hugging_face.qwen_moe:written", "spec.moe.shared_width", "spec.moe.d_ffn"),
         f"{FAMILIES}:test_one_wide_shared_expert_is_several_narrow_ones",
     ),
 }

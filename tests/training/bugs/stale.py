@@ -124,7 +124,7 @@ STALE: dict[str, AnyBug] = {
         (BALANCED,),
     ),
     "a replayed CUDA graph overwrites the load of experts": UnitBug(
-        Mutation("shardwright.model.balance:Tally.add", "each.clone()", "each"),
+        Mutation("shardwright.model.balance:Tally.add", "part.clone()", "part"),
         "tests/model/test_balance.py:test_the_load_of_a_micro_batch_counts_also_where_the_next_one_overwrites_it",
     ),
 }

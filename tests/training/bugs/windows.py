@@ -162,6 +162,8 @@ SCALE: dict[str, AnyBug] = {
         spec={"logit_softcap": 0.1},
     ),
     "Gemma 2 scales scores by the inverse of the number": UnitBug(
-        Mutation("shardwright.hugging_face.gemma2:complete", "scalar ** -0.5", "scalar ** -1.0"), LOGITS, ("gemma2",)
+        Mutation("shardwright.hugging_face.gemma:_complete_shared", "scalar ** -0.5", "scalar ** -1.0"),
+        LOGITS,
+        ("gemma2",),
     ),
 }

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from shardwright.model.spec import ModelSpec
 from shardwright.verification.trainers.adapter import StepBatch, World
-from shardwright.verification.trainers.decoder import Decoder, loss_sum
-from shardwright.verification.trainers.pieces import load_weights, set_environment
+from shardwright.verification.trainers.pieces import Decoder, load_weights, loss_sum, set_environment
 
 
 class AccelerateTrainer:

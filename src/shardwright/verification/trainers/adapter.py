@@ -269,7 +269,7 @@ def environment_error(name: str, error: BaseException) -> InputError | None:
             f"plain PyTorch for the CPU, next to the trainer"
         )
     if isinstance(error, AttributeError) and isinstance(error.obj, StepBatch | World | ModelSpec):
-        valid = [each for each in dir(error.obj) if not each.startswith("_")]
+        valid = [name for name in dir(error.obj) if not name.startswith("_")]
         kind = {StepBatch: "batch", World: "world"}.get(type(error.obj), "spec")
         return InputError(f"{where}: {kind} has no {error.name}; {nearest(error.name or '', valid)}")
     for sign, remedy in _REMEDIES.items():

@@ -105,7 +105,7 @@ def switched_off(setting: TrainerSetting) -> Iterator[tuple[str, TrainerSetting]
             name = f"{axis}={degree}" if fewer == 1 else f"{axis}={degree}, not {axis}={fewer}"
             yield name, (case, replace(layout, degrees=without))
     for option in layout.options:
-        rest = tuple(each for each in layout.options if each != option)
+        rest = tuple(other for other in layout.options if other != option)
         reference = replace(case.reference, options=rest)
         yield f"{option[0]}={option[1]}", (replace(case, reference=reference), replace(layout, options=rest))
     if case.accumulates:
@@ -142,7 +142,9 @@ def config_of(run_file: Path | None, world_size: int, overrides: Sequence[str]) 
     the number of ranks, and the options for the trainer. Raises InputError with all problems."""
     own = [override for override in overrides if override.partition("=")[0].strip().split(".")[0] in SECTIONS]
     options: dict[str, Any] = {}
-    problems = [problem for each in overrides if each not in own for problem in apply_override(options, each)]
+    problems = [
+        problem for override in overrides if override not in own for problem in apply_override(options, override)
+    ]
     if problems:
         raise InputError(*problems)
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in flat(options).items()}

@@ -30,8 +30,7 @@ from shardwright.hugging_face.float64 import Float64
 from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import InputError
 from shardwright.verification.trainers.adapter import StepBatch, World
-from shardwright.verification.trainers.decoder import Decoder, loss_sum
-from shardwright.verification.trainers.pieces import expert_problem, load_weights, set_environment
+from shardwright.verification.trainers.pieces import Decoder, expert_problem, load_weights, loss_sum, set_environment
 
 sharded_moe.USE_EINSUM = False  # torch.einsum refuses the library's products of float64 and float32
 
@@ -110,7 +109,7 @@ class DeepSpeedTrainer:
         """Return the name in the whole model of a parameter; a PipelineModule numbers its parts, and a rank its
         experts."""
         if self.pp == 1:
-            return re.sub(r"(?<=deepspeed_experts\.)\d+", lambda found: str(int(found[0]) + self.first_expert), name)
+            return re.sub(r"(?<=deepspeed_experts\.)\d+", lambda match: str(int(match[0]) + self.first_expert), name)
         number, _, rest = name.partition(".")
         n = self.spec.n_layers
         parts = ["embedding", *(f"layers.{layer}" for layer in range(n)), "norm", "head"]

@@ -71,8 +71,8 @@ class CpuContextAttention(DotProductAttention):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Any:
         group = parallel_state.get_context_parallel_group()
         if (n := group.size()) > 1:
-            gathered = (all_gather_with_gradients(each.contiguous(), 0, group) for each in (key, value))
-            key, value = (_in_order(each, n) for each in gathered)
+            gathered = (all_gather_with_gradients(x.contiguous(), 0, group) for x in (key, value))
+            key, value = (_in_order(x, n) for x in gathered)
         return super().forward(query, key, value, *arguments, **options)
 
 
@@ -84,11 +84,11 @@ def _in_order(gathered: Tensor, n: int) -> Tensor:
 
 def _all_gather_uneven(outputs: list[Tensor], own: Tensor, group: Any = None, **options: Any) -> None:
     """Stands for `all_gather` of shards with unequal numbers of rows, which gloo lacks: shards are padded."""
-    most = max(len(each) for each in outputs)
-    padded = [each.new_zeros(most, *each.shape[1:]) for each in outputs]
-    mine = own.new_zeros(most, *own.shape[1:])
-    mine[: len(own)] = own
-    plain_all_gather(padded, mine, group=group, **options)
+    most = max(len(part) for part in outputs)
+    padded = [part.new_zeros(most, *part.shape[1:]) for part in outputs]
+    padded_own = own.new_zeros(most, *own.shape[1:])
+    padded_own[: len(own)] = own
+    plain_all_gather(padded, padded_own, group=group, **options)
     for output, whole in zip(outputs, padded, strict=True):
         output.copy_(whole[: len(output)])
 
@@ -97,7 +97,7 @@ def _reduce_scatter_uneven(output: Tensor, inputs: list[Tensor], group: Any = No
     """Stands for `reduce_scatter` of shards with unequal numbers of rows, which gloo lacks: all are reduced."""
     whole = torch.cat(inputs)
     dist.all_reduce(whole, group=group)
-    output.copy_(whole.split([len(each) for each in inputs])[dist.get_rank(group)])
+    output.copy_(whole.split([len(part) for part in inputs])[dist.get_rank(group)])
 
 
 def _nothing(*arguments: Any, **options: Any) -> None:

@@ -305,7 +305,7 @@ def _sentence(row: ReportRow, alike: list[ReportRow], trace: Trace, expected: Tr
     if not math.isfinite(row.error):
         whole = trace.tensor(row.quantity, row.name)
         return f"{_place(row)} {'has shards that overlap or leave a hole' if whole is None else 'is NaN or infinite'}"
-    factors = {each.name: compare.factor(trace, expected, each.quantity, each.name) for each in alike}
+    factors = {other.name: compare.factor(trace, expected, other.quantity, other.name) for other in alike}
     this = factors[row.name]
     if this is None:
         others = f", and of {len(alike) - 1} more tensors" if len(alike) > 1 else ""

@@ -158,7 +158,7 @@ def _loss(value: Any) -> Tensor:
     """Return the loss that this rank's `step` returned; if that is None, the first other rank's."""
     loss = None if value is None else _number("step()", value)
     losses: list[float | None] = gathered(loss, float | None)
-    known = [each for each in losses if each is not None]
+    known = [loss for loss in losses if loss is not None]
     if not known:
         raise InputError("step() returned None on every rank; the loss of the global batch is needed from one at least")
     return torch.tensor(known[0] if loss is None else loss, dtype=torch.float64)
@@ -203,7 +203,7 @@ def _checked(
     ]
     if problems:
         raise InputError(*sorted(problems))
-    if method == "parameters()" and (other := {each.tensor.dtype for each in tensors.values()} - {dtype}):
+    if method == "parameters()" and (other := {entry.tensor.dtype for entry in tensors.values()} - {dtype}):
         raise InputError(
             f"{method}: parameters are {' and '.join(map(str, other))}, and {dtype} is compared; make the model in "
             f"world.dtype, which is also torch.get_default_dtype() while the trainer is made"

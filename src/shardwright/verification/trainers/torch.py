@@ -28,8 +28,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import InputError
 from shardwright.verification.trainers.adapter import StepBatch, World
-from shardwright.verification.trainers.decoder import Decoder, loss_sum
-from shardwright.verification.trainers.pieces import load_weights
+from shardwright.verification.trainers.pieces import Decoder, load_weights, loss_sum
 
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # about in-place operations, which it has not
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # about speed

@@ -54,9 +54,9 @@ from shardwright.system.torch_private import recomputed_module, take_micro_batch
 from shardwright.verification.trainers.adapter import StepBatch, World
 from shardwright.verification.trainers.pieces import (
     expert_problem,
+    experts_of,
     load_weights,
     set_environment,
-    whole_option,
 )
 from shardwright.verification.trainers.torchtitan_cpu import run_without_cuda
 
@@ -229,7 +229,7 @@ def _config(spec: ModelSpec, world: World, sizes: tuple[int, int, int]) -> Any:
     recompute = options.get("recompute", "none")
     if recompute not in _RECOMPUTE:
         raise InputError(f"recompute={recompute}: valid: {', '.join(_RECOMPUTE)}")
-    n_experts = whole_option(options, "experts")
+    n_experts = experts_of(options)
     if n_experts and dtype != "float64":
         raise InputError(f"experts={n_experts}: torchtitan multiplies experts in bfloat16; leave out --dtype {dtype}")
     if options.get("spmd_backend") == "spmd_types":
@@ -237,7 +237,6 @@ def _config(spec: ModelSpec, world: World, sizes: tuple[int, int, int]) -> Any:
             f"spmd_backend=spmd_types: fully_shard of PyTorch {torch.__version__} refuses its parameters; valid: "
             f"partial_dtensor, full_dtensor"
         )
-    balancer = options.get("load_balancer", "headtail")
     named: Any = {"dtype": dtype, "mixed_precision_param": dtype, "mixed_precision_reduce": dtype}
     return TitanTrainer.Config(
         model_spec=TitanSpec(
@@ -267,23 +266,29 @@ def _config(spec: ModelSpec, world: World, sizes: tuple[int, int, int]) -> Any:
             disable_cuda_graphs=True,
             **named,
         ),
-        parallelism=ParallelismConfig(
-            data_parallel_replicate_degree=axes["dp_replicate"],
-            data_parallel_shard_degree=axes["dp_shard"] * axes["ep"],  # torchtitan takes the ranks of ep from dp_shard
-            context_parallel_degree=axes["cp"],
-            context_parallel_load_balancer=None if balancer == "none" else balancer,
-            tensor_parallel_degree=axes["tp"],
-            expert_parallel_degree=_expert_degree(axes, options),
-            fsdp_reshard_after_forward=options.get("reshard", "default"),
-            enable_sequence_parallel=options.get("sequence_parallel", True),
-            pipeline_parallel_degree=axes["pp"],
-            pipeline_parallel_microbatch_size=n_sequences,
-            pipeline_parallel_schedule=options.get("schedule", "1F1B"),
-            spmd_backend=options.get("spmd_backend", "partial_dtensor"),
-        ),
+        parallelism=_parallelism(world, n_sequences),
         activation_checkpoint=None if world.size == 1 else _RECOMPUTE[recompute],  # one process recomputes nothing
         debug=DebugConfig(seed=world.seed, enable_structured_logging=False),
         loss=ChunkedLossWrapper.Config(loss_fn=loss) if options.get("chunked", False) else loss,
+    )
+
+
+def _parallelism(world: World, n_sequences: int) -> ParallelismConfig:
+    """Return the degrees and options of a Trainer with micro-batches of `n_sequences`."""
+    axes, options, balancer = world.axes, world.options, world.options.get("load_balancer", "headtail")
+    return ParallelismConfig(
+        data_parallel_replicate_degree=axes["dp_replicate"],
+        data_parallel_shard_degree=axes["dp_shard"] * axes["ep"],  # torchtitan takes the ranks of ep from dp_shard
+        context_parallel_degree=axes["cp"],
+        context_parallel_load_balancer=None if balancer == "none" else balancer,
+        tensor_parallel_degree=axes["tp"],
+        expert_parallel_degree=_expert_degree(axes, options),
+        fsdp_reshard_after_forward=options.get("reshard", "default"),
+        enable_sequence_parallel=options.get("sequence_parallel", True),
+        pipeline_parallel_degree=axes["pp"],
+        pipeline_parallel_microbatch_size=n_sequences,
+        pipeline_parallel_schedule=options.get("schedule", "1F1B"),
+        spmd_backend=options.get("spmd_backend", "partial_dtensor"),
     )
 
 

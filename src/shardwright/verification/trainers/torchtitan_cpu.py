@@ -61,7 +61,7 @@ def run_without_cuda() -> None:
     device: Any = ModuleType("device")
     for name in ("set_device", "synchronize", "empty_cache", "current_device", "reset_peak_memory_stats"):
         setattr(device, name, lambda *_: 0)
-    for module in [each for name, each in sys.modules.items() if name.startswith("torchtitan.")]:
+    for module in [loaded for name, loaded in sys.modules.items() if name.startswith("torchtitan.")]:
         for name, value in {"device_type": "cpu", "device_module": device}.items():
             if hasattr(module, name):
                 setattr(module, name, value)

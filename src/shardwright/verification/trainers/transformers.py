@@ -24,8 +24,7 @@ from shardwright.hugging_face.float64 import Float64
 from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import InputError
 from shardwright.verification.trainers.adapter import StepBatch, World
-from shardwright.verification.trainers.decoder import loss_sum
-from shardwright.verification.trainers.pieces import load_weights, set_environment
+from shardwright.verification.trainers.pieces import load_weights, loss_sum, set_environment
 
 OPTIONS = ("average_tokens_across_devices",)
 """Arguments of the Trainer that `--set` may name."""

@@ -1,14 +1,16 @@
-"""DeepSeek-V3: latent attention, dense first layers, then experts with a selection bias and shared experts.
+"""DeepSeek-V3 and V2: latent attention, dense first layers, then experts and shared experts.
 
-Its rotated elements are interleaved. `transformers` norms the latent vectors with an epsilon of 1e-6 for any
-`rms_norm_eps`, so only that value is supported.
+The experts of V3 have a selection bias; in V2 and V2-Lite a softmax picks experts. The rotated elements are
+interleaved. `transformers` norms the latent vectors with an epsilon of 1e-6 for any `rms_norm_eps`, so only that value
+is supported. It never normalises the weights of V2's experts, whatever `norm_topk_prob` is, so only false is supported
+there.
 """
 
 from dataclasses import replace
 
 from shardwright.hugging_face import llama
 from shardwright.hugging_face.architecture import Architecture, Config, Stored, Table, register
-from shardwright.hugging_face.qwen3_moe import EXPERTS
+from shardwright.hugging_face.qwen_moe import EXPERTS
 from shardwright.model.spec import ModelSpec
 
 ATTENTION: Table = {
@@ -104,3 +106,60 @@ DEEPSEEK_V3 = register(
 
 KIMI_K2 = register(replace(DEEPSEEK_V3, model_type="kimi_k2"))
 """Kimi-K2's config.json names DeepseekV3ForCausalLM; `export` writes deepseek_v3 unless kimi_k2 is asked for."""
+
+_GREEDY, _GROUPS = "greedy", "group_limited_greedy"
+_V2_DEFAULTS = {
+    "num_attention_heads": 32,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 1407,
+    "first_k_dense_replace": 0,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+}
+"""DeepseekV2Config's defaults for missing keys, except the defaults of all architectures."""
+
+
+def _complete_v2(config: Config) -> Config:
+    """Return config.json with DeepseekV2Config's defaults; a greedy choice ignores the groups of experts."""
+    ungrouped = {"n_group": 1, "topk_group": 1} if config.get("topk_method", _GREEDY) == _GREEDY else {}
+    config = _V2_DEFAULTS | config | ungrouped
+    return llama.complete({"num_key_value_heads": config["num_attention_heads"]} | config)
+
+
+def _method(spec: ModelSpec) -> Config:
+    """Return the name of the choice of experts."""
+    return {"topk_method": _GROUPS if spec.moe is not None and spec.moe.n_groups > 1 else _GREEDY}
+
+
+DEEPSEEK_V2 = register(
+    Architecture(
+        model_type="deepseek_v2",
+        class_name="DeepseekV2ForCausalLM",
+        sizes={**llama.SIZES, **LATENT_SIZES, **MOE_SIZES},
+        choices=llama.CHOICES | {"moe.score": "softmax", "moe.normalise": False, "moe.bias_rate": 0.0},
+        fixed={
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "rms_norm_eps": 1e-6,
+            "scoring_func": "softmax",
+            "norm_topk_prob": False,
+            "moe_layer_freq": 1,
+            "topk_method": (_GREEDY, _GROUPS),
+        },
+        complete=_complete_v2,
+        written=_method,
+        ends=llama.ENDS,
+        layer=ATTENTION | llama.NETWORK | EXPERTS | SHARED,
+        also=query,
+        null_if_zero=("q_lora_rank",),
+        ignored=llama.IGNORED,
+    )
+)

@@ -1,11 +1,59 @@
-"""Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention, and experts with a gated shared expert; dense layers in a pattern."""
+"""Qwen3 and Qwen2 with a mixture of experts, in every layer or with dense layers in a pattern.
+
+Qwen1.5-MoE and Qwen2-MoE have the attention of Qwen2, and a gated shared expert.
+"""
 
 from collections.abc import Iterator
 
-from shardwright.hugging_face import llama, windows
+from shardwright.hugging_face import llama, qwen, windows
 from shardwright.hugging_face.architecture import Architecture, Config, Table, register
-from shardwright.hugging_face.qwen3_moe import DENSE, EXPERTS, dense_layers
 from shardwright.model.spec import ModelSpec
+
+EXPERTS: Table = {
+    "ffn_norm": "post_attention_layernorm",
+    "ffn.router": "mlp.gate",
+    "ffn.experts.gate": "mlp.experts.{expert}.gate_proj.weight",
+    "ffn.experts.up": "mlp.experts.{expert}.up_proj.weight",
+    "ffn.experts.down": "mlp.experts.{expert}.down_proj.weight",
+}
+DENSE = {"moe.interval": "decoder_sparse_step", "moe.dense_layers": "mlp_only_layers"}
+SIZES: dict[str, str | tuple[str, ...]] = {
+    **llama.SIZES,
+    "moe.n_experts": ("num_experts", "num_local_experts"),
+    "moe.top_k": "num_experts_per_tok",
+    "moe.d_ffn": "moe_intermediate_size",
+    "moe.normalise": "norm_topk_prob",
+    **DENSE,
+}
+
+
+def dense_layers(spec: ModelSpec) -> Config:
+    """Return the numbers of the dense layers, besides the layers that the interval leaves out."""
+    moe = spec.moe
+    return {} if moe is None else {"mlp_only_layers": sorted({*range(moe.first_dense), *moe.dense_layers})}
+
+
+def _complete_qwen3(config: Config) -> Config:
+    """Return config.json with Qwen3MoeConfig's defaults."""
+    experts = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return qwen.complete_qwen3(experts | config, kv_heads=4)
+
+
+QWEN3_MOE = register(
+    Architecture(
+        model_type="qwen3_moe",
+        class_name="Qwen3MoeForCausalLM",
+        sizes=SIZES,
+        choices=qwen.CHOICES | {"moe.score": "softmax", "moe.bias_rate": 0.0},
+        fixed=qwen.FIXED | {"use_sliding_window": False},
+        complete=_complete_qwen3,
+        written=dense_layers,
+        ends=llama.ENDS,
+        layer=qwen.ATTENTION | llama.NETWORK | EXPERTS,
+        ignored=llama.IGNORED,
+        problems=windows.refused,
+    )
+)
 
 _SHARED_WIDTH = "shared_expert_intermediate_size"
 SHARED: Table = {
@@ -14,7 +62,7 @@ SHARED: Table = {
     "ffn.shared.down": "mlp.shared_expert.down_proj",
     "ffn.shared_gate": "mlp.shared_expert_gate",
 }
-_DEFAULTS = {
+_QWEN2_DEFAULTS = {
     "num_key_value_heads": 16,
     "qkv_bias": True,
     "decoder_sparse_step": 1,
@@ -62,7 +110,7 @@ QWEN2_MOE = register(
         choices=llama.CHOICES
         | {"moe.n_shared": 1, "moe.shared_gate": True, "moe.score": "softmax", "moe.bias_rate": 0.0},
         fixed={"hidden_act": "silu", "use_sliding_window": False},
-        complete=lambda config: llama.complete(_DEFAULTS | config),
+        complete=lambda config: llama.complete(_QWEN2_DEFAULTS | config),
         written=written,
         ends=llama.ENDS,
         layer=llama.ATTENTION | llama.NETWORK | EXPERTS | SHARED,
