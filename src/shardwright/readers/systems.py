@@ -27,7 +27,9 @@ SUPPORTED = (
 )
 SHELL = (".sh", ".bash", ".txt", ".args", ".slurm", ".sbatch", "")
 FEWEST_OPTIONS = 3
-"""Fewest options of a system's table in a command that starts it."""
+"""Options of a system's table from which on a command starts a training, whatever other options it has."""
+NOT_READ = {"axolotl": "base_model", "torchtune": "_component_"}
+"""System whose YAML is not read -> the last part of a key that only its files have."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,12 @@ def _source(path: Path) -> tuple[System | None, ConfigurationSource | None, Mode
         return TORCHTITAN, ConfigurationSource(str(named), python.settings, python.skipped), None
     if suffix in (".json", ".yaml", ".yml"):
         settings = tree_settings(path)
+        for setting in settings:
+            for name, key in NOT_READ.items():
+                if setting.option.rpartition(".")[2] == key:
+                    raise InputError(
+                        f"{setting.where}: {key} is a key of {name}, which is not read; supported: {SUPPORTED}"
+                    )
         if (arguments := argument_settings(settings)) is not None:
             own, others = arguments
             notes = (f"{path}: {', '.join(others)}: not options of {MEGATRON_LM.name}",) if others else ()
@@ -96,6 +104,8 @@ def _shell_source(path: Path) -> tuple[System, ConfigurationSource]:
             return MLPERF, ConfigurationSource(str(path), tuple(mlperf_settings(found)), tuple(shell.notes))
         if (words := _words_of_variables(shell, system)) is not None:
             return system, ConfigurationSource(str(path), tuple(settings_of(words, system.options)), tuple(shell.notes))
+        ranked = [words for words in ranked if _is_short_command(words, system)]
+    if not ranked:
         hint = f"; {shell.notes[0]}" if shell.notes else ""
         raise InputError(f"{path}: no command with options of {system.name} is found{hint}; supported: {SUPPORTED}")
     settings = settings_of(_split(ranked[-1]), system.options)
@@ -144,5 +154,16 @@ def _split(words: Sequence[Word]) -> list[Word]:
 
 
 def _known_options(words: Sequence[Word], system: System) -> int:
-    names = [normalised(word.text.partition("=")[0]) for word in _split(words) if is_option(word)]
-    return sum(name in system.options and system.options[name].fate == READ for name in names)
+    return sum(name in system.options and system.options[name].fate == READ for name in _option_names(words))
+
+
+def _is_short_command(words: Sequence[Word], system: System) -> bool:
+    """Return whether a command with fewer than `FEWEST_OPTIONS` starts a training: it runs a program with options, most
+    of them the system's."""
+    known = _known_options(words, system)
+    n_others = sum(name not in system.options for name in _option_names(words))
+    return words[0].text not in ("echo", "printf") and known > n_others
+
+
+def _option_names(words: Sequence[Word]) -> list[str]:
+    return [normalised(word.text.partition("=")[0]) for word in _split(words) if is_option(word)]
