@@ -90,7 +90,7 @@ def _with_whole_paragraphs(command: Any) -> Any:
 
 def _as_override(error: Any) -> str:
     """Return how to set an unknown option whose name is a key of the run file, otherwise an empty text."""
-    takes_overrides = error.ctx is not None and any("--set" in each.opts for each in error.ctx.command.params)
+    takes_overrides = error.ctx is not None and any("--set" in parameter.opts for parameter in error.ctx.command.params)
     option = getattr(error, "option_name", None)
     if not takes_overrides or option is None:
         return ""

@@ -118,7 +118,7 @@ class BatchSection(RunFileSection):
         """Return the keys to set, as --set names them, with their values, so that in no stage global_batch or
         micro_batch, whichever `size` is, is above `most`."""
         keys = {f"batch.{size}": getattr(self, size)}
-        keys |= {f"batch.stages.{n}.{size}": getattr(each, size) or 1 for n, each in enumerate(self.stages)}
+        keys |= {f"batch.stages.{n}.{size}": getattr(stage, size) or 1 for n, stage in enumerate(self.stages)}
         return {key: most for key, value in keys.items() if value > most}
 
     def of_stage(self, stage: BatchStage) -> "BatchSection":
@@ -128,15 +128,15 @@ class BatchSection(RunFileSection):
 
 @lru_cache(maxsize=64)
 def _schedule(global_batch: int, micro_batch: int, seq_len: int, later: tuple[BatchStageSection, ...]) -> BatchSchedule:
-    found = [BatchStage(0, 0, global_batch, micro_batch, seq_len)]
+    stages = [BatchStage(0, 0, global_batch, micro_batch, seq_len)]
     for given in later:
-        before, begins = found[-1], given.from_step
+        before, begins = stages[-1], given.from_step
         if begins is None:
             begins = before.from_step + ceil(((given.from_tokens or 0) - before.tokens_before) / before.tokens)
         sizes = {name: getattr(given, name) or getattr(before, name) for name in _SIZES}
         tokens_before = before.tokens_before + (begins - before.from_step) * before.tokens
-        found.append(BatchStage(begins, tokens_before, **sizes))
-    return BatchSchedule(tuple(found))
+        stages.append(BatchStage(begins, tokens_before, **sizes))
+    return BatchSchedule(tuple(stages))
 
 
 def stage_problems(batch: BatchSection, steps: int | None) -> list[str]:
@@ -190,9 +190,9 @@ def _length_problems(batch: BatchSection) -> Iterator[str]:
 
 def _nearest_divisors(n: int, near: int) -> list[int]:
     """Return the largest divisor of `n` below `near` and the smallest above it."""
-    found = divisors(n)
-    after = bisect_right(found, near)
-    return found[after - 1 : after + 1]
+    every = divisors(n)
+    after = bisect_right(every, near)
+    return every[after - 1 : after + 1]
 
 
 def data_problems(batch: BatchSection, data: DataSection) -> Iterator[str]:

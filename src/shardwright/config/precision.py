@@ -114,18 +114,18 @@ class PrecisionSection(RunFileSection):
                 f"{said} with precision.compute={self.compute!r}: only fp16 has a loss scale, since its smallest "
                 f"number is 6e-8 where fp32 and bf16 go down to 1e-38; leave it out, or set precision.compute='fp16'"
             ]
-        found = []
+        problems = []
         for name in ("loss_scale", "min_loss_scale"):
             value: float = getattr(self, name)
             below = 2.0 ** math.floor(math.log2(value))
             if value != below:
-                found.append(
+                problems.append(
                     f"precision.{name}={value:g} is no power of 2, so dividing gradients by it would round them; "
                     f"nearest: {below:g} or {2 * below:g}"
                 )
         if self.min_loss_scale > self.loss_scale:
-            found.append(
+            problems.append(
                 f"precision.min_loss_scale={self.min_loss_scale:g} is above precision.loss_scale={self.loss_scale:g}; "
                 f"lower the one or raise the other"
             )
-        return found
+        return problems

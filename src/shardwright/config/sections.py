@@ -108,8 +108,8 @@ class ModelSection(_ModelOverrides):
     @property
     def folder(self) -> str | None:
         """The value of `from`."""
-        found: str | None = getattr(self, "from")
-        return found
+        folder: str | None = getattr(self, "from")
+        return folder
 
     def spec(self) -> ModelSpec:
         """Return the preset or the folder's model, with the changes of this section.

@@ -44,15 +44,15 @@ class ConfigurationSource:
 def sources_of(paths: Sequence[Path]) -> tuple[System, list[ConfigurationSource], ModelSpec | None]:
     """Return the system of some files, their settings, and the model if one of them is its config.json. Raises
     InputError for files that are not supported."""
-    found = [_source(path) for path in paths]
-    systems = {system.name: system for system, _, _ in found if system is not None}
+    parts = [_source(path) for path in paths]
+    systems = {system.name: system for system, _, _ in parts if system is not None}
     if len(systems) > 1:
         raise InputError(f"--from {paths[1]}: files of different systems, {' and '.join(systems)}; give those of one")
-    models = [model for _, _, model in found if model is not None]
+    models = [model for _, _, model in parts if model is not None]
     if not systems:
         raise InputError(f"--from {paths[0]}: that is a model; add the file that configures the training")
     system = next(iter(systems.values()))
-    sources = [source for _, source, _ in found if source is not None]
+    sources = [source for _, source, _ in parts if source is not None]
     if len(sources) > 1 and system is not HUGGING_FACE:
         raise InputError(f"--from {paths[1]}: a configuration of {system.name} is one file")
     return system, sources, models[0] if models else None
@@ -100,8 +100,10 @@ def _shell_source(path: Path) -> tuple[System, ConfigurationSource]:
     if not ranked or _known_options(ranked[-1], system) < FEWEST_OPTIONS:
         if is_mlperf(shell.values):
             texts = [(name, shell.text_of(name)) for name in shell.values]
-            found = [Setting(name, each.text, each.where or str(path), each.unknown) for name, each in texts if each]
-            return MLPERF, ConfigurationSource(str(path), tuple(mlperf_settings(found)), tuple(shell.notes))
+            variables = [
+                Setting(name, word.text, word.where or str(path), word.unknown) for name, word in texts if word
+            ]
+            return MLPERF, ConfigurationSource(str(path), tuple(mlperf_settings(variables)), tuple(shell.notes))
         if (words := _words_of_variables(shell, system)) is not None:
             return system, ConfigurationSource(str(path), tuple(settings_of(words, system.options)), tuple(shell.notes))
         ranked = [words for words in ranked if _is_short_command(words, system)]

@@ -173,14 +173,14 @@ def _parallel(values: Values, name: str) -> Any:
 def describe(values: Values) -> DescribedRun:
     """Return the run that the options describe. Raises InputError with every problem."""
     if learning := next((name for name in values.settings if name.startswith("trainer.")), None):
-        values.wrong(
+        values.refuse(
             learning, "reinforcement learning, whose steps also generate, is not priced; give a training alone"
         )
         raise InputError(*values.problems)
     used = {row.name for row in OPTIONS.values() if row.fate == READ}
     for name, setting in values.settings.items():
         section = name.removesuffix("**")
-        if name.endswith("**") and any(f"{each}.".startswith(section) for each in used):
+        if name.endswith("**") and any(f"{option_name}.".startswith(section) for option_name in used):
             values.problems.append(f"{setting.unknown}; write the values of {section or 'the configuration'}")
     model, world = model_of(values), values.world_size
     if world is None:
@@ -219,14 +219,14 @@ def _batch(values: Values, data_ranks: int, pp: int) -> tuple[int, int, int]:
         return seq_len, micro_batch, local * data_ranks if stated is None or stated < 0 else stated
     for name in ("local_batch_size", "batch_size", "global_batch_size", "seq_len"):
         if values.given(f"training.{name}"):
-            values.wrong(f"training.{name}", "contradicts the batch that the file states in tokens; leave one out")
+            values.refuse(f"training.{name}", "contradicts the batch that the file states in tokens; leave one out")
     micro_tokens, step_tokens, seq_len = (values[f"training.{name}"] for name in _TOKENS)
     micro_batches = values["parallelism.num_pp_microbatches"] if pp > 1 else 1
     if step_tokens is None or step_tokens < 0:
         step_tokens = micro_tokens * micro_batches * data_ranks
     for name, tokens in zip(_TOKENS[:2], (micro_tokens, step_tokens), strict=True):
         if seq_len < 1 or tokens % seq_len:
-            values.wrong(f"training.{name}", f"{tokens:,} tokens are not a multiple of max_context_length {seq_len:,}")
+            values.refuse(f"training.{name}", f"{tokens:,} tokens are not a multiple of max_context_length {seq_len:,}")
             return 1, 1, data_ranks
     return seq_len, micro_tokens // seq_len, step_tokens // seq_len
 
@@ -235,7 +235,7 @@ def _loss_chunk_tokens(values: Values, micro_batch: int, seq_len: int, cp: int) 
     """Return how many tokens have logits at a time; 0: all of a micro-batch. A chunk has the same part of each of its
     sequences."""
     if str(values["loss"]).rpartition(".")[2][:1].islower():
-        values.wrong("loss", "a function makes it, and it may have chunks; write its class, such as CrossEntropyLoss")
+        values.refuse("loss", "a function makes it, and it may have chunks; write its class, such as CrossEntropyLoss")
     for option in ("loss", "loss.loss_fn"):
         if values.given(option) and values[option] not in _LOSSES:
             values.changes[option] = "has no counterpart; priced as a cross entropy over the vocabulary"
@@ -246,7 +246,7 @@ def _loss_chunk_tokens(values: Values, micro_batch: int, seq_len: int, cp: int) 
     if n_chunks < 1 or on_rank % n_chunks:
         valid = "1 or more" if n_chunks < 1 else f"a divisor of the {on_rank:,} tokens of a sequence on a rank"
         stated = "loss.num_chunks" if values.given("loss.num_chunks") else "loss"
-        values.wrong(stated, f"{n_chunks} chunks; valid: {valid}")
+        values.refuse(stated, f"{n_chunks} chunks; valid: {valid}")
         return 0
     return micro_batch * on_rank // n_chunks if n_chunks > 1 else 0
 
@@ -270,8 +270,10 @@ def _degrees(values: Values, world: int, model: ModelSpec) -> dict[str, Any]:
     for name in ("tensor", "pipeline", "context", "expert", "data_parallel_replicate"):
         option = f"{name}_degree" if "_" in name else f"{name}_parallel_degree"
         if _parallel(values, option) < 1:
-            stated = next(each for section in _SECTIONS if values.given(each := f"{section}.{option}"))
-            values.wrong(stated, "valid: 1 or more")
+            stated = next(
+                section_option for section in _SECTIONS if values.given(section_option := f"{section}.{option}")
+            )
+            values.refuse(stated, "valid: 1 or more")
     if values.given("training.data_parallel_degree"):
         shard = values["training.data_parallel_degree"]
     inner = max(tp, 1) * max(pp, 1) * max(cp, 1) * max(replicate, 1)
@@ -341,20 +343,20 @@ def _recompute(values: Values, model: ModelSpec, stages: int) -> dict[str, Any]:
     if every.isdecimal() and int(every) > 0:
         return {"recompute": "full", "recompute_layers": max(model.n_layers // stages // int(every), 1)}
     if every != "op":
-        values.wrong("activation_checkpoint.selective_ac_option", "valid: op, or a whole number of layers")
+        values.refuse("activation_checkpoint.selective_ac_option", "valid: op, or a whole number of layers")
     return {"recompute": "selective"}
 
 
 def _precision(values: Values) -> str:
     places = ("model.converters", "model_converters.converters", "model_spec.converters")
-    stated = [(place, each) for place in places for each in values[place]]
-    for place, each in stated:
-        if "nvfp4" in each.lower():
-            values.wrong(place, "a step in nvfp4 has no price; supported: Float8, MXFP8")
-        elif not re.search("float8|mx", each.lower()):
+    stated = [(place, converter) for place in places for converter in values[place]]
+    for place, converter in stated:
+        if "nvfp4" in converter.lower():
+            values.refuse(place, "a step in nvfp4 has no price; supported: Float8, MXFP8")
+        elif not re.search("float8|mx", converter.lower()):
             where = values.settings[place].where
-            values.assumed.append(f"{where}: {each.removesuffix('.Config')} has no counterpart; it is left out")
-    converters = " ".join(each for _, each in stated).lower()
+            values.assumed.append(f"{where}: {converter.removesuffix('.Config')} has no counterpart; it is left out")
+    converters = " ".join(converter for _, converter in stated).lower()
     if "mx" in converters:
         return "mxfp8"
     if "float8" in converters or values["float8.enable_float8_linear"]:
