@@ -366,17 +366,7 @@ def parallelize(
     layout = Layout() if layout is None else layout
     check_layout(layout)
     problems = [*spec.problems(), *split_problems(spec, layout, seq_len or spec.max_seq_len)]
-    if layout.offload_optimizer != "none":
-        problems.append(
-            f"layout.offload_optimizer={layout.offload_optimizer!r}: the optimizer of a loop of your own keeps its "
-            f"states itself; leave it out (`train` and `verify` have it)"
-        )
-    if batch_invariant:
-        problems += batch_invariance_problems(spec, layout)
-        if compile:
-            problems.append(
-                "batch_invariant with compile: a compiled block has one kernel for several operations; leave one out"
-            )
+    problems += _mode_problems(spec, layout, compile, batch_invariant)
     if problems:
         raise LayoutError(*problems)
     place = _place()
@@ -402,6 +392,19 @@ def parallelize(
             _fill(row_of(spec, name), parameter, values[name])
         parallel.after_change()
     return DistributedModel(ForwardBackward(parallel, device=where, seed=seed, compile_loss=compile), compiled=compile)
+
+
+def _mode_problems(spec: ModelSpec, layout: Layout, compile: bool, batch_invariant: bool) -> Iterator[str]:
+    """Yield what a loop of one's own, or its modes, cannot do with the layout."""
+    if layout.offload_optimizer != "none":
+        yield (
+            f"layout.offload_optimizer={layout.offload_optimizer!r}: the optimizer of a loop of your own keeps its "
+            f"states itself; leave it out (`train` and `verify` have it)"
+        )
+    if batch_invariant:
+        yield from batch_invariance_problems(spec, layout)
+        if compile:
+            yield "batch_invariant with compile: a compiled block has one kernel for several operations; leave one out"
 
 
 def _place() -> ProcessRank:

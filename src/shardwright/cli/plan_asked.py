@@ -1,5 +1,6 @@
 """The request of `shardwright plan`, from options and a run file, and its problems."""
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,17 +47,7 @@ def read_request(options: PlanOptions) -> PlanRequest:
     if explains_file and target is None and model is None:
         target = options.explain
     global_batch, seq_len, precision = options.global_batch, options.seq_len, options.precision
-    problems = wrong_options(options) + wrong_measured(options)
-    if options.stack is not None and options.write is not None:
-        problems.append(
-            f"--stack {options.stack} with --write: a run file is for shardwright's own software; leave one out"
-        )
-    if options.runs is not None:
-        problems.append(
-            f"{options.runs}: a second argument goes with evaluate alone: shardwright plan evaluate {options.runs}"
-        )
-    if target is not None and model is not None:
-        problems.append(f"--model {model} and {target}: both name a model; leave one out")
+    problems = [*wrong_options(options), *wrong_measured(options), *_contradictions(options, target)]
     config = given = None
     if target is not None and model is None and (given := _read(target, problems)) is not None:
         from shardwright.config.settle import of_fullest_stage
@@ -77,11 +68,10 @@ def read_request(options: PlanOptions) -> PlanRequest:
         what = "precision.compute=" if config is not None and config.precision.planned == precision else "--precision "
         problems.append(f"{what}{precision}: not one that is planned for; {nearest(precision, PRECISIONS)}")
 
-    from shardwright.cost.job import Job
     from shardwright.cost.machine import on_machine
     from shardwright.model.presets import resolve
     from shardwright.planner.choice import read
-    from shardwright.planner.run_file import fp8_problems, untrained
+    from shardwright.planner.run_file import untrained
     from shardwright.planner.space import read_fixed
 
     if options.write is not None and precision in PRECISIONS:
@@ -114,12 +104,38 @@ def read_request(options: PlanOptions) -> PlanRequest:
         "precision": precision,
         "document_tokens": document_tokens,
     }
+    job = _job(options, config, values)
+    machine = on_machine(job)
+    if explains_file:
+        explained = _choice_of_file(
+            str(options.explain), config if options.explain == target else None, machine, options
+        )
+    if options.budget_tokens is not None:  # not for stages of a run file, whose plan nobody may have asked for
+        check_goal(goal, machine)
+    return PlanRequest(machine, job, name, config, given, explained, fixed, goal)
+
+
+def _contradictions(options: PlanOptions, target: str | None) -> Iterator[str]:
+    """Yield the problems of options that exclude each other. `target`: the run file."""
+    if options.stack is not None and options.write is not None:
+        yield f"--stack {options.stack} with --write: a run file is for shardwright's own software; leave one out"
+    if options.runs is not None:
+        yield f"{options.runs}: a second argument goes with evaluate alone: shardwright plan evaluate {options.runs}"
+    if target is not None and options.model is not None:
+        yield f"--model {options.model} and {target}: both name a model; leave one out"
+
+
+def _job(options: PlanOptions, config: "RunConfig | None", values: dict[str, Any]) -> "Job":
+    """Return the job of `values`, of the run file and of the options. Raises InputError."""
+    from shardwright.cost.job import Job
+    from shardwright.planner.run_file import fp8_problems
+
     if config is None:
         job = Job(**values)
     else:
         from shardwright.config.settle import job_of
 
-        job = replace(job_of(config), **values, reference_sequences=_reference_sequences(config, seq_len))
+        job = replace(job_of(config), **values, reference_sequences=_reference_sequences(config, values["seq_len"]))
     if options.expert_load is not None:
         from shardwright.cost.expert_load import read_expert_load
 
@@ -129,15 +145,8 @@ def read_request(options: PlanOptions) -> PlanRequest:
 
         job = replace(job, stack=read_stack(options.stack, job))
     if problems := fp8_problems(job):
-        raise InputError(*(f"--precision {precision}: {problem}" for problem in problems))
-    machine = on_machine(job)
-    if explains_file:
-        explained = _choice_of_file(
-            str(options.explain), config if options.explain == target else None, machine, options
-        )
-    if options.budget_tokens is not None:  # not for stages of a run file, whose plan nobody may have asked for
-        check_goal(goal, machine)
-    return PlanRequest(machine, job, name, config, given, explained, fixed, goal)
+        raise InputError(*(f"--precision {job.precision}: {problem}" for problem in problems))
+    return job
 
 
 def with_adapters(spec: "ModelSpec", lora: str | None) -> "ModelSpec":

@@ -80,8 +80,7 @@ def plan_rl(options: PlanRLOptions) -> None:
 def read_task(options: PlanRLOptions) -> "tuple[RLTask, str]":
     """Return the step to price and the model's name. Raises InputError with every problem at once."""
     from shardwright.cli.plan_asked import no_peak, with_adapters
-    from shardwright.cli.plan_model import find_model
-    from shardwright.cost.hardware import cluster
+    from shardwright.cli.plan_model import find_machine, find_model, length_problems
     from shardwright.cost.job import Job
     from shardwright.planner.software import read_stack
     from shardwright.rl.step import RLTask
@@ -92,40 +91,32 @@ def read_task(options: PlanRLOptions) -> "tuple[RLTask, str]":
     from shardwright.serving.setting import Serving
 
     problems = _wrong_numbers(options)
-    spec = machine = None
-    name, length = options.model or "", (options.input_len or 0) + (options.output_max or 0)
-    engines = {engine.name: engine for engine in ENGINES}
-    if options.engine not in engines:
-        problems.append(
-            f"--engine {options.engine}: not one that constants are known for; {nearest(options.engine, engines)}"
+    spec, name = None, options.model or ""
+    lengths = {"--input-len": options.input_len or 0, "--output-max": options.output_max or 0}
+    length, engines = sum(lengths.values()), {engine.name: engine for engine in ENGINES}
+    problems += [
+        f"{option} {value}: not one that {why}; {nearest(value, known)}"
+        for option, value, known, why in (
+            ("--engine", options.engine, engines, "constants are known for"),
+            ("--precision", options.precision, PRECISIONS, "is planned for"),
         )
-    if options.precision not in PRECISIONS:
-        problems.append(
-            f"--precision {options.precision}: not one that is planned for; {nearest(options.precision, PRECISIONS)}"
-        )
+        if value not in known
+    ]
     with collecting(problems):
         if options.model is None:
             problems.append("--model is missing; name a preset, such as llama-3.1-8b")
         else:
             name, spec = find_model(options.model, length, named)
             spec = with_adapters(spec, options.lora)
-    with collecting(problems):
-        if options.cluster is None:
-            problems.append("--cluster is missing; give accelerators and how many, such as h100:8")
-        else:
-            machine = cluster(options.cluster, options.hardware)
+    machine = find_machine(options.cluster, options.hardware, problems)
     if machine is not None:
         if options.precision in PRECISIONS:
             problems += no_peak(machine, options.precision)
-        known = weights_on(machine.accelerator)
-        if options.generation_precision not in known:
-            problems.append(f"--generation-precision {options.generation_precision}: valid here: {', '.join(known)}")
+        weights = weights_on(machine.accelerator)
+        if options.generation_precision not in weights:
+            problems.append(f"--generation-precision {options.generation_precision}: valid here: {', '.join(weights)}")
         problems += _wrong_split(options, machine.size)
-    if spec is not None and length > spec.max_seq_len:
-        problems.append(
-            f"--input-len {options.input_len} + --output-max {options.output_max} = {length} tokens, and {name} is "
-            f"meant for {spec.max_seq_len} at most"
-        )
+    problems += [] if spec is None else length_problems(name, spec, lengths)
     with collecting(problems):
         answers = None if problems else _answers(options)
     if problems or spec is None or machine is None or answers is None:

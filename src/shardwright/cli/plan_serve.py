@@ -119,6 +119,7 @@ def plan_serve(options: PlanServeOptions) -> None:
 
 def read_task(options: PlanServeOptions) -> "tuple[ServingTask, str]":
     """Return the serving task and the model's name. Raises InputError with every problem at once."""
+    from shardwright.cli.plan_model import find_machine
     from shardwright.serving.engines import GENERATE
     from shardwright.serving.search import ServingTask, Speculation
     from shardwright.serving.setting import Serving
@@ -130,7 +131,7 @@ def read_task(options: PlanServeOptions) -> "tuple[ServingTask, str]":
     )
     rate = _read(problems, "--rate", options.rate, _RATES, per=True)
     name, model = _model(options, problems)
-    machine = _machine(options, problems)
+    machine = find_machine(options.cluster, options.hardware, problems)
     engine = _engine(options, machine, problems)
     precision, of_weights = options.precision or "bf16", "--precision"
     if options.precision is None and machine is not None and machine.accelerator.on_host:
@@ -224,7 +225,7 @@ def _rates(engine: "ServingEngine", machine: "Cluster") -> "Rates":
 
 def _model(options: PlanServeOptions, problems: list[str]) -> "tuple[str, ModelSpec | None]":
     """Return the model's name and the model. Adds problems to `problems`."""
-    from shardwright.cli.plan_model import find_model
+    from shardwright.cli.plan_model import find_model, length_problems
     from shardwright.serving.models import named
 
     given = options.model or options.run
@@ -238,12 +239,8 @@ def _model(options: PlanServeOptions, problems: list[str]) -> "tuple[str, ModelS
     except InputError as error:
         problems += error.problems
         return str(given), None
-    length = (options.input_len or 0) + (options.output_len or 0)
-    if length > model.max_seq_len:
-        problems.append(
-            f"--input-len {options.input_len} + --output-len {options.output_len} = {length} tokens, and {name} is "
-            f"meant for {model.max_seq_len} at most"
-        )
+    lengths = {"--input-len": options.input_len or 0, "--output-len": options.output_len or 0}
+    problems += length_problems(name, model, lengths)
     return name, model
 
 
@@ -257,20 +254,6 @@ def _of_run(path: Path) -> "tuple[str, ModelSpec]":
         way_out = f"it has no {RUN_FILE}" if path.is_dir() else "there is no such file or folder"
         raise InputError(f"{path}: {way_out}; name a run file, the folder of a run, or a preset with --model")
     return str(path), (load_kept(path) if path.is_dir() else load(file)).spec()
-
-
-def _machine(options: PlanServeOptions, problems: list[str]) -> "Cluster | None":
-    """Return the cluster. Adds problems to `problems`."""
-    from shardwright.cost.hardware import cluster
-
-    if options.cluster is None:
-        problems.append("--cluster is missing; give accelerators and how many, such as h100:8")
-        return None
-    try:
-        return cluster(options.cluster, options.hardware)
-    except InputError as error:
-        problems += error.problems
-        return None
 
 
 def _wrong_precisions(precisions: dict[str, str], machine: "Cluster | None") -> list[str]:

@@ -138,11 +138,8 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
         lengths = [stage.seq_len for stage in stages]
         for number, stage in enumerate(stages):
             problems = _batch_problems(stage, spec, bool(spec_problems), layout, valid.get("precision"))
-            result += [
-                f"batch.stages.{number - 1}: {problem}" if number else problem
-                for problem in problems
-                if problem not in result
-            ]
+            where = f"batch.stages.{number - 1}: " if number else ""
+            result += [where + problem for problem in problems if problem not in result]
         result += data_problems(batch, data) if data and not of_stages else []
     if layout and (precision := valid.get("precision")):
         result += _compression_problems(layout, precision)
@@ -156,10 +153,8 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
         )
     if layout and (section := valid.get("optimizer")):
         result += section.kind.offload_problems(layout.offload_optimizer)
-    if (init := valid.get("init")) and init.optimizer and init.weights is None:
-        result.append(
-            "init.optimizer=true goes with init.weights, the checkpoint whose moments it takes; give that too"
-        )
+    if init := valid.get("init"):
+        result += init.problems()
     if checkpoint := valid.get("checkpoint"):
         result += checkpoint_problems(checkpoint, layout)
     faults = valid.get("faults") or FaultsSection()
@@ -169,8 +164,8 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
     if metrics := valid.get("metrics"):
         result += metrics.problems()
     if profile := valid.get("profile"):
-        world_size = layout.world_size if layout else None
-        result += profile_problems(profile, valid.get("steps"), world_size, valid.get("device", "auto"))
+        n_ranks = layout.world_size if layout else None
+        result += profile_problems(profile, valid.get("steps"), n_ranks, valid.get("device", "auto"))
     if lr_schedule:
         result += _lr_schedule_problems(lr_schedule, valid.get("steps"))
     if data:

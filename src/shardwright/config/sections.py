@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -381,6 +382,11 @@ class InitSection(RunFileSection):
     optimizer: bool = Field(
         False, description="also take the moments of the optimizer and their step counts, which a checkpoint has"
     )
+
+    def problems(self) -> Iterator[str]:
+        """Yield one sentence for each broken rule between the keys."""
+        if self.optimizer and self.weights is None:
+            yield "init.optimizer=true goes with init.weights, the checkpoint whose moments it takes; give that too"
 
 
 class LoraSection(RunFileSection):

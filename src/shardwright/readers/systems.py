@@ -15,7 +15,8 @@ from shardwright.readers.python_files import python_settings
 from shardwright.readers.shell import Shell
 from shardwright.readers.shell_values import Word
 from shardwright.readers.table import READ, Setting, System, normalised
-from shardwright.readers.torchtitan import KINDS, TORCHTITAN
+from shardwright.readers.torchtitan import TORCHTITAN
+from shardwright.readers.torchtitan_options import KINDS
 from shardwright.system.errors import InputError
 from shardwright.system.files import read_text, reason
 
