@@ -395,7 +395,7 @@ def parallelize(
 
 
 def _mode_problems(spec: ModelSpec, layout: Layout, compile: bool, batch_invariant: bool) -> Iterator[str]:
-    """Yield what a loop of one's own, or its modes, cannot do with the layout."""
+    """Yield the problems of the layout and the modes in a training loop outside of the package."""
     if layout.offload_optimizer != "none":
         yield (
             f"layout.offload_optimizer={layout.offload_optimizer!r}: the optimizer of a loop of your own keeps its "

@@ -66,7 +66,7 @@ MOST_PASSES = 2**20
 
 @reading_verb
 def schedule(options: ScheduleOptions) -> None:
-    """Show what a pipeline schedule does and what it costs, without running it.
+    """Show the actions, bubble and memory of a pipeline schedule, without running it.
 
     The bubble is the share of time in which ranks are idle. A micro-batch is in flight on a rank from F to the end
     of I or B, and takes some memory until the end of W. Both are counted in micro-batches through a rank's share of

@@ -65,10 +65,10 @@ def train(
         return
     if run_file is None:
         raise typer.BadParameter("name a run file, such as examples/debug.toml", param_hint="RUN_FILE")
-    from shardwright.training.start import start
-
     extra = ['checkpoint.resume="auto"'] if resume else []
     config = load(run_file, [*(overrides or []), *extra], started=True)
+    from shardwright.training.start import start  # it imports torch, which takes longer than to refuse a run file
+
     if dryrun_first:
         _refuse_what_does_not_fit(config)
     ended = start(config, quiet=json, max_restarts=max_restarts)

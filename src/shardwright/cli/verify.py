@@ -1,4 +1,4 @@
-"""shardwright verify: does the layout of a run file compute what one process computes?"""
+"""shardwright verify: compare the layout of a run file with one process."""
 
 import time
 from collections.abc import Sequence
@@ -103,7 +103,7 @@ class VerifyOptions(FromOptions):
 
 @reading_verb
 def verify(options: VerifyOptions) -> None:
-    """Prove that a layout computes what one process computes.
+    """Prove that a layout computes the same losses, gradients and parameters as one process.
 
     The layout of the run file and one process in plain PyTorch train the same model for a few steps, from the same
     seed on the same random batch with ragged loss masks; once with plain SGD, once with the run file's optimizer.

@@ -18,10 +18,10 @@ _SIZES = ("global_batch", "micro_batch", "seq_len")
 class BatchStageSection(RunFileSection):
     """Another batch from a step on. A size that is not given is as in the stage before."""
 
-    from_step: Positive | None = Field(None, description="steps that are done when this stage begins")
+    from_step: Positive | None = Field(None, description="steps that are done when this stage starts")
     from_tokens: Annotated[float, Field(gt=0)] | None = Field(
         None,
-        description="instead of from_step, the tokens that are done: the stage begins at the first step with as many",
+        description="instead of from_step, the tokens that are done: the stage starts at the first step with as many",
     )
     global_batch: Counted | None = Field(None, description="sequences of a step, over all ranks")
     micro_batch: Counted | None = Field(None, description="sequences a rank runs at a time")
@@ -49,7 +49,7 @@ class BatchStage:
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The stages of a run, in order; the first begins at step 0.
+    """The stages of a run, in order; the first starts at step 0.
 
     A sample of the data has the tokens of the longest sequence of the run. A stage with shorter sequences cuts each
     sample into sequences, and a step takes whole samples, so that the order of samples does not depend on the stages.
@@ -82,7 +82,7 @@ class BatchSchedule:
         return stage.tokens_before + (steps - stage.from_step) * stage.tokens
 
     def steps(self, tokens: float) -> int:
-        """Return the steps, at least one, whose tokens are nearest to `tokens`; it is after the last stage begins."""
+        """Return the steps, at least one, whose tokens are nearest to `tokens`; it is after the last stage starts."""
         last = self.stages[-1]
         return last.from_step + max(1, round((tokens - last.tokens_before) / last.tokens))
 

@@ -40,7 +40,7 @@ class PrecisionSection(RunFileSection):
     loss_scale_hysteresis: Positive = Field(
         2,
         description="fp16 only: number of overflows after which the loss scale is halved; every overflow skips its "
-        "step; counted anew when the scale is doubled",
+        "step; counted from 0 again when the scale is doubled",
     )
     min_loss_scale: Scale = Field(1.0, description="fp16 only: the loss scale is not halved below this power of 2")
 

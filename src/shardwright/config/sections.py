@@ -234,7 +234,7 @@ class SourceSection(RunFileSection):
 class StageSection(RunFileSection):
     """Other weights from a step on."""
 
-    from_step: int = Field(description="steps that are done when this stage begins")
+    from_step: int = Field(description="steps that are done when this stage starts")
     weights: dict[str, float] = Field(description="name of a source = its weight; a source not named takes no part")
 
 
@@ -360,7 +360,7 @@ class ScheduleSection(RunFileSection):
 
     by: Literal["steps", "tokens"] = Field(
         "steps",
-        description="what the warm-up and the fall are proportional to; tokens differ from steps with batch.stages",
+        description="unit of the warm-up and the fall; tokens differ from steps with batch.stages",
     )
     shape: Literal["cosine", "wsd", "constant"] = Field(
         "cosine", description="after warm-up: half a cosine; warm-up, stable, linear decay; or flat"
@@ -371,12 +371,12 @@ class ScheduleSection(RunFileSection):
 
 
 class InitSection(RunFileSection):
-    """What a new run begins with: random weights, unless some are given. Step, data and learning rate begin anew."""
+    """Initial weights of a new run: random, unless some are given. Step, data and learning rate start at 0."""
 
     weights: str | None = Field(
         None,
         json_schema_extra=PATH,
-        description="weights to begin with: a folder of Hugging Face transformers, one that `shardwright import` "
+        description="weights to start with: a folder of Hugging Face transformers, one that `shardwright import` "
         "wrote, a checkpoint, or a run, whose newest checkpoint is taken",
     )
     optimizer: bool = Field(

@@ -28,7 +28,7 @@ _KNOWN = ("gb200", "gb300", "b200", "b300", "h200", "h100", "a100", "mi300x", "h
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line adds to a configuration: the ranks of --cluster, and values that replace the file's."""
+    """Additions of the command line to a configuration: the ranks of --cluster, and values that replace the file's."""
 
     world_size: int | None = None
     model: ModelSpec | None = None

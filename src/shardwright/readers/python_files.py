@@ -32,7 +32,7 @@ _DECLARATIONS = (ast.Expr, ast.Import, ast.ImportFrom, ast.FunctionDef, ast.Clas
 _MOST_CALLS = 500
 """Bound of the calls of the file's own functions."""
 _COPIES = ("replace", "dataclasses.replace", "copy.copy")
-"""Calls that return a copy of their first argument, with keywords as changes; what it holds is shared."""
+"""Calls that return a copy of their first argument, with keywords as changes; its values are shared."""
 _DEEP_COPIES = ("deepcopy", "copy.deepcopy")
 
 
@@ -168,7 +168,7 @@ class _PythonFile:
         return scope
 
     def _run(self, function: ast.FunctionDef, scope: dict[str, Any], depth: int) -> Any:
-        """Return what a function of the file returns; `scope`: its arguments."""
+        """Return the result of a function of the file; `scope`: its arguments."""
         self.calls += 1
         if depth <= 0 or self.calls > _MOST_CALLS:
             raise InputError(f"{self.path}:{function.lineno}: functions that call each other without end")

@@ -167,7 +167,7 @@ class Expansion:
 
 
 def _source_at(raw: str, at: int) -> str:
-    """Return the source of the expansion that begins at a place."""
+    """Return the source of the expansion that starts at a place."""
     if raw[at] == "`":
         end = raw.find("`", at + 1)
         return raw[at : end + 1] if end > 0 else raw[at:]

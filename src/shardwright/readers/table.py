@@ -197,7 +197,7 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class DescribedRun:
-    """What a configuration describes: the job's parts and the layout. `node_size`: ranks of a node, or None. `dialect`:
+    """The run that a configuration describes: the job's parts and the layout. `node_size`: ranks of a node, or None. `dialect`:
     the vocabulary that the files use, of a system with several. `stated`: the options of the files with their values,
     which `System.write` keeps or removes where they set the same as others. `stages`: the batches of the run, if they
     change; `global_batch` is of the last."""
@@ -222,7 +222,7 @@ class DescribedRun:
 class System:
     """A system whose configurations are read.
 
-    `name`: for people. `options`: its table. `families`: rows for all options whose name begins so and that the table
+    `name`: for people. `options`: its table. `families`: rows for all options whose name starts with this and that the table
     does not have. `spell(name)`: an option as its users write it.
     `describe(values)`: the described run. `able(described, candidates)`: the mask of the layouts that it can run.
     `write(described, choice)`: the options of a layout, by normalised name; None: to be left out. `replaced`: our
