@@ -9,11 +9,9 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "shardwright"
 FILE_LINES, FUNCTION_LINES = 450, 60
-OPTIONS = "each option of the verb is a parameter with its help"
 REASONS = {
-    "cli/plan_asked.py:read_request": OPTIONS,
-    "cli/report.py:report": OPTIONS,
-    "cli/train.py:train": OPTIONS,
+    "api/verbs.py:plan": "13 parameters and what they mean",
+    "cli/plan_asked.py:read_request": "every option is read before the first error is raised",
     "data/prepare.py:prepare": "17 parameters and what they mean",
     "parallel/apply.py:apply": "the order in which parallelism is applied, in one place",
     "parallel/data.py:shard": "one FSDP group is made in one place, which reads most of the 9 parameters",

@@ -31,6 +31,9 @@ PHRASES = (
     "(?:say|says|said) (?:so|what|which|how|why|where|by|that|of)",
     "(?:go|goes|going|went) on",
     "(?:deals?|dealt) (?:to|out|over)",
+    "(?:begins?|began|begun)",
+    "anew",
+    "nobody",
 )
 """Regular expressions of phrases that the documentation does not use; case does not matter."""
 MADE = ("docs/checkers.md", "docs/mutations.md", "docs/run-file.md", "docs/measured-runs.md")

@@ -57,7 +57,7 @@ def _entry(name: str, public: Any) -> str:
     lines.append(f"{inspect.getdoc(public)}\n")
     if dataclasses.is_dataclass(public) and (fields := [each for each in dataclasses.fields(public) if each.metadata]):
         lines += ["| argument | default | meaning |", "| --- | --- | --- |", *map(_field, fields), ""]
-    if inspect.isclass(public):
+    if inspect.isclass(public) and not issubclass(public, Exception):
         ours = [each for each in public.__mro__ if each.__module__.startswith("shardwright")]
         for member, value in ((member, value) for each in ours for member, value in vars(each).items()):
             if not member.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):

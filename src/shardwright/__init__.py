@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from shardwright.layout.layout import Layout
+from shardwright.system.errors import InputError, ShardwrightError
 from shardwright.system.version import PACKAGE_VERSION
 
 if TYPE_CHECKING:
@@ -24,9 +25,11 @@ __version__ = PACKAGE_VERSION
 __all__ = [
     "Continuation",
     "DistributedModel",
+    "InputError",
     "Layout",
     "ModelSpec",
     "Run",
+    "ShardwrightError",
     "Transformer",
     "dryrun",
     "extend",

@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 
 import shardwright
-from shardwright import DistributedModel, Layout, Run
-from shardwright.system.errors import ConfigError, InputError, LayoutError, checked_call
+from shardwright import DistributedModel, InputError, Layout, Run, ShardwrightError
+from shardwright.system.errors import ConfigError, LayoutError, checked_call
 
 CALLS: dict[str, Callable[..., Any]] = {
-    name: each for name in shardwright.__all__ if (each := getattr(shardwright, name)) not in (DistributedModel, Run)
+    name: each
+    for name in shardwright.__all__
+    if (each := getattr(shardwright, name)) not in (DistributedModel, Run, InputError, ShardwrightError)
 }
-"""The two others are made by `parallelize`, `train` and `load_run`; their methods are called by users."""
+"""The two first of the others are made by `parallelize`, `train` and `load_run`, and users call their methods; the two
+errors are raised."""
 METHODS = {
     f"{kind.__name__}.{name}": method
     for kind in (DistributedModel, Run)

@@ -311,6 +311,13 @@ def test_alternatives_stay_within_the_abilities_of_the_system_and_keep_its_offlo
         ("x.toml", "mode = 'full'", "mode = 'full", "x.toml: "),
         ("x.yaml", "HYBRID_SHARD", "HALF_SHARD", "x.yaml:4: fsdp_config.fsdp_sharding_strategy HALF_SHARD: valid: "),
         ("x.yaml", "mixed_precision: bf16", "mixed_precision: [bf16", "x.yaml:6: "),
+        (
+            "x.yaml",
+            "mixed_precision: bf16",
+            "base_model: a/b",
+            "x.yaml:5: base_model is a key of axolotl, which is not",
+        ),
+        ("x.yaml", "mixed_precision: bf16", "model: {_component_: a}", "x.yaml:5: _component_ is a key of torchtune"),
         ("x.yaml", "FSDP", "MEGATRON_LM", "x.yaml:1: distributed_type MEGATRON_LM: give Megatron-LM's own arguments"),
         ("x.yaml", "mixed_precision: bf16", "? [a, b]\n: 1", "x.yaml:5: a key is a list; valid: a word or a number"),
         ("x.yaml", "mixed_precision: bf16", "{a: 1}: 2", "x.yaml:5: a key is a mapping; valid: a word or a number"),

@@ -201,6 +201,15 @@ def test_variables_of_a_script_without_a_command_are_taken_and_named(tmp_path: P
         read('NAME="--swiglu"\necho $NAME\n', tmp_path, "other.sh")
 
 
+def test_a_command_with_few_options_is_the_training_if_most_are_the_systems(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as error:
+        read("torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4\n", tmp_path, "few.sh")
+    assert "few.sh: --seq-length is missing (batch.seq_len), and Megatron-LM has no default" in str(error.value)
+    for command in ("pip install --quiet --upgrade x", "accelerate launch --config c.yaml train.py --fp16 --lr_x 1"):
+        with pytest.raises(InputError, match="no command with options of Megatron-LM is found"):
+            read(f"{command}\n", tmp_path, "other.sh")
+
+
 NEMO = """\
 name: megatron_{kind}
 trainer: {{num_nodes: 8, devices: 8, precision: bf16}}

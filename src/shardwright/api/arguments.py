@@ -27,20 +27,20 @@ def as_spec(model: object, also: str = "") -> ModelSpec:
 
 def check_counts(**counts: int) -> None:
     """Raise InputError for each count below 1 or above `MOST_COUNTED`."""
-    wrong = [f"{name}={n}: a number of 1 or more is needed" for name, n in counts.items() if n < 1]
+    problems = [f"{name}={n}: a number of 1 or more is needed" for name, n in counts.items() if n < 1]
     large = {name: n for name, n in counts.items() if n > MOST_COUNTED}
-    if wrong := [*wrong, *(f"{name}={n:,}: at most {MOST_COUNTED:,} is possible" for name, n in large.items())]:
-        raise InputError(*wrong)
+    if problems := [*problems, *(f"{name}={n:,}: at most {MOST_COUNTED:,} is possible" for name, n in large.items())]:
+        raise InputError(*problems)
 
 
 def check_choices(given: Mapping[str, tuple[str, Collection[str]]]) -> None:
     """Raise InputError for each argument that is none of its choices. `given`: (value, choices), by name."""
-    if wrong := [
+    if problems := [
         f"{name}={value!r}: not one of the choices; {nearest(value, choices)}"
         for name, (value, choices) in given.items()
         if value not in choices
     ]:
-        raise InputError(*wrong)
+        raise InputError(*problems)
 
 
 def check_layout(layout: object) -> None:

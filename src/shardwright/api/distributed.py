@@ -219,20 +219,22 @@ class DistributedModel:
         """Return every parameter of the whole model by name, on this rank's device, to load into a `Transformer` of one
         process. A collective: every rank calls it, and needs memory for the whole model."""
         self._model.after_change()
-        mine = self._model.named_parameters
-        dtype = next(parameter.dtype for parameter in mine.values() if parameter.is_floating_point())
-        held = {name: gather_values(row_of(self.spec, name), parameter, dtype) for name, parameter in mine.items()}
+        parameters = self._model.named_parameters
+        dtype = next(parameter.dtype for parameter in parameters.values() if parameter.is_floating_point())
+        local = {
+            name: gather_values(row_of(self.spec, name), parameter, dtype) for name, parameter in parameters.items()
+        }
         group = self._model.groups.pp
         if group is None:
-            return held
-        found = {}
+            return local
+        result = {}
         for name in sorted(self._model.held_on):
             owner = min(self._model.held_on[name])
             shape = row_of(self.spec, name).shape
-            tensor = held[name] if name in held else torch.empty(shape, dtype=dtype, device=self.device)
+            tensor = local[name] if name in local else torch.empty(shape, dtype=dtype, device=self.device)
             dist.broadcast(tensor, dist.get_global_rank(group, owner), group=group)
-            found[name] = tensor
-        return found
+            result[name] = tensor
+        return result
 
     def _prompt_problems(self, prompts: Sequence[Sequence[int]]) -> list[str]:
         most, n_ids = self.spec.max_seq_len - 1, self.spec.vocab_size
@@ -249,7 +251,7 @@ class DistributedModel:
         by_rank = gathered((problems, n_tokens), tuple[list[str], int])
         by_data_rank = {self.layout.data_rank(rank): of_rank for rank, (of_rank, _) in enumerate(by_rank)}
         if any(by_data_rank.values()):
-            shared = [problem for problem in problems if all(problem in each for each in by_data_rank.values())]
+            shared = [problem for problem in problems if all(problem in by_rank for by_rank in by_data_rank.values())]
             own = [
                 f"data rank {data_rank}: {problem}"
                 for data_rank, of_rank in by_data_rank.items()
@@ -320,13 +322,13 @@ class DistributedModel:
         """Raise InputError or LayoutError for sizes that the layout cannot run."""
         if not n_sequences or micro_batch < 1 or n_sequences % micro_batch:
             raise InputError(f"micro_batch={micro_batch} does not divide the {n_sequences} sequences of a rank")
-        wrong = split_problems(self.spec, self.layout, seq_len) + schedule_problems(
+        problems = split_problems(self.spec, self.layout, seq_len) + schedule_problems(
             self.layout, n_sequences // micro_batch
         )
         if seq_len > self.spec.max_seq_len:
-            wrong.append(f"sequences of {seq_len} tokens are longer than max_seq_len={self.spec.max_seq_len}")
-        if wrong:
-            raise LayoutError(*wrong)
+            problems.append(f"sequences of {seq_len} tokens are longer than max_seq_len={self.spec.max_seq_len}")
+        if problems:
+            raise LayoutError(*problems)
         self._checked.add((n_sequences, seq_len, micro_batch))
 
 
@@ -363,20 +365,10 @@ def parallelize(
     spec = model.spec if isinstance(model, Transformer) else as_spec(model, ", a Transformer")
     layout = Layout() if layout is None else layout
     check_layout(layout)
-    wrong = [*spec.problems(), *split_problems(spec, layout, seq_len or spec.max_seq_len)]
-    if layout.offload_optimizer != "none":
-        wrong.append(
-            f"layout.offload_optimizer={layout.offload_optimizer!r}: the optimizer of a loop of your own keeps its "
-            f"states itself; leave it out (`train` and `verify` have it)"
-        )
-    if batch_invariant:
-        wrong += batch_invariance_problems(spec, layout)
-        if compile:
-            wrong.append(
-                "batch_invariant with compile: a compiled block has one kernel for several operations; leave one out"
-            )
-    if wrong:
-        raise LayoutError(*wrong)
+    problems = [*spec.problems(), *split_problems(spec, layout, seq_len or spec.max_seq_len)]
+    problems += _mode_problems(spec, layout, compile, batch_invariant)
+    if problems:
+        raise LayoutError(*problems)
     place = _place()
     layout.check_world(place.world_size)
     where = pick_device(device, place)
@@ -402,6 +394,19 @@ def parallelize(
     return DistributedModel(ForwardBackward(parallel, device=where, seed=seed, compile_loss=compile), compiled=compile)
 
 
+def _mode_problems(spec: ModelSpec, layout: Layout, compile: bool, batch_invariant: bool) -> Iterator[str]:
+    """Yield the problems of the layout and the modes in a training loop outside of the package."""
+    if layout.offload_optimizer != "none":
+        yield (
+            f"layout.offload_optimizer={layout.offload_optimizer!r}: the optimizer of a loop of your own keeps its "
+            f"states itself; leave it out (`train` and `verify` have it)"
+        )
+    if batch_invariant:
+        yield from batch_invariance_problems(spec, layout)
+        if compile:
+            yield "batch_invariant with compile: a compiled block has one kernel for several operations; leave one out"
+
+
 def _place() -> ProcessRank:
     """Return the rank of this process in the process group or the launcher's world, or in a world of one."""
     if dist.is_initialized():
@@ -419,9 +424,9 @@ def _leave() -> None:
 @torch.no_grad()
 def _fill(row: Row, parameter: nn.Parameter, values: Tensor) -> None:
     """Copy this rank's part of the whole tensor `values` into a parameter."""
-    held, offsets = local_box(parameter)
+    local, offsets = local_box(parameter)
 
     def box(at: Sequence[int], shape: Sequence[int]) -> Tensor:
         return values[tuple(slice(first, first + size) for first, size in zip(at, shape, strict=True))]
 
-    fill_box(row, held, offsets, tuple(parameter.shape), box)
+    fill_box(row, local, offsets, tuple(parameter.shape), box)

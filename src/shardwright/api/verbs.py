@@ -87,12 +87,12 @@ def plan(
         "precision": (precision, FORMATS), "optimizer": (optimizer, OPTIMIZERS),
         **({} if prefer is None else {"prefer": (prefer, PREFERENCES)}),
     })  # fmt: skip
-    found = find_cluster(cluster, None if hardware is None else Path(hardware))
-    if (problem := found.accelerator.peak_problem(FORMATS[precision].peak)) is not None:
+    machine = find_cluster(cluster, None if hardware is None else Path(hardware))
+    if (problem := machine.accelerator.peak_problem(FORMATS[precision].peak)) is not None:
         raise InputError(f"precision={precision!r}: {problem}")
     job = Job(
         model=as_spec(model),
-        cluster=found if host_memory is None else found.with_host_memory(host_memory),
+        cluster=machine if host_memory is None else machine.with_host_memory(host_memory),
         global_batch=global_batch,
         seq_len=seq_len,
         precision=precision,
@@ -133,8 +133,8 @@ def verify(
     """
     spec = as_spec(model)
     check_counts(seq_len=seq_len, global_batch=global_batch, micro_batch=micro_batch, steps=steps)
-    for each in (layout,) if against is None else (layout, against):
-        check_layout(each)
+    for side in (layout,) if against is None else (layout, against):
+        check_layout(side)
     from shardwright.verification.ranks import start_server
 
     start_server()  # it imports PyTorch while this process does
@@ -148,12 +148,12 @@ def verify(
     with Verifier(timeout_s=timeout_s) as verifier:
         if full or against is not None or layout.world_size <= most_ranks():
             case = true if full else cut(true, sides)
-            first, *second = sides if full else [cut_layout(each, true, case) for each in sides]
+            first, *second = sides if full else [cut_layout(side, true, case) for side in sides]
             report = verifier.parity(case, first, (case, second[0]) if second else None)
         else:
             pairs, _ = reduced(true, layout, most_ranks())
             reports = [verifier.parity(*pair) for pair in pairs]
-            report = next((each for each in reports if not each.equal), reports[0])
+            report = next((item for item in reports if not item.equal), reports[0])
         return report if report.equal else replace(report, culprit=find_culprit(verifier, report))
 
 

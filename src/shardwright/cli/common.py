@@ -124,14 +124,16 @@ def _parameters(function: Callable[..., None], options: Any) -> inspect.Signatur
     fields of the dataclass `options`."""
     takes = inspect.signature(options or function, eval_str=True)
     fields = dataclasses.fields(options) if options else ()
-    described = {name: each.default for name, each in takes.parameters.items()} | {each.name: each for each in fields}
+    described = {name: parameter.default for name, parameter in takes.parameters.items()} | {
+        field.name: field for field in fields
+    }
     parameters = []
-    for name, each in takes.parameters.items():
-        annotation, default, field = each.annotation, each.default, described[name]
+    for name, parameter in takes.parameters.items():
+        annotation, default, field = parameter.annotation, parameter.default, described[name]
         if isinstance(field, dataclasses.Field) and field.metadata:
             annotation = Annotated[annotation, field.metadata["describe"](name)]
-            default = each.empty if field.default is dataclasses.MISSING else field.default
-        parameters.append(each.replace(kind=each.KEYWORD_ONLY, annotation=annotation, default=default))
+            default = parameter.empty if field.default is dataclasses.MISSING else field.default
+        parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=annotation, default=default))
     return takes.replace(parameters=parameters)
 
 
@@ -197,17 +199,21 @@ def verb(function: Callable[..., None], extends: bool = False, hears_signals: bo
         except SystemExit as error:
             if isinstance(error, QuietExit):
                 raise
-            told = in_one_sentence(error)
-            assert told is not None
-            fail(told)
-            raise typer.Exit(told.exit_code) from None
+            sentence = in_one_sentence(error)
+            assert sentence is not None
+            fail(sentence)
+            raise typer.Exit(sentence.exit_code) from None
 
     takes = _parameters(function, options)
-    defaults = {name: each.default for name, each in takes.parameters.items() if each.default is not each.empty}
+    defaults = {
+        name: parameter.default
+        for name, parameter in takes.parameters.items()
+        if parameter.default is not parameter.empty
+    }
     if extends:
         extension = inspect.Parameter("extension", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Extensions)
         takes = takes.replace(parameters=[*takes.parameters.values(), extension])
-    run.__annotations__ = {name: each.annotation for name, each in takes.parameters.items()}
+    run.__annotations__ = {name: parameter.annotation for name, parameter in takes.parameters.items()}
     vars(run)["__signature__"] = takes  # typer makes the options from it
     return run
 
@@ -226,19 +232,19 @@ LONGEST_NUMBER = 18
 def _check_values(given: Mapping[str, Any]) -> None:
     """Raise InputError for options whose numbers have more digits than 64 bits can store, and for words, except
     paths, whose bytes are not UTF-8 text."""
-    wrong = [
+    problems = [
         f"--{name.replace('_', '-')}: a number of at most {LONGEST_NUMBER} digits is needed"
         for name, value in given.items()
         if isinstance(value, int | float) and abs(value) >= 10**LONGEST_NUMBER
     ]
-    wrong += [
+    problems += [
         f"--{name.replace('_', '-')} {word!r}: the bytes given are not UTF-8 text"
         for name, value in given.items()
         for word in (value if isinstance(value, list | tuple) else [value])
         if isinstance(word, str) and not is_text(word)
     ]
-    if wrong:
-        raise InputError(*wrong)
+    if problems:
+        raise InputError(*problems)
 
 
 def print_text(text: str) -> None:
@@ -306,8 +312,8 @@ def layout_of(text: str, valid: Sequence[str] | None = None) -> Layout:
     keys = KEYS if valid is None else {name: KEYS[name] for name in valid}
     values: dict[str, Any] = {}
     problems = []
-    for item in filter(None, (each.strip() for each in text.split(","))):
-        name, equals, value = (each.strip() for each in item.partition("="))
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = (part.strip() for part in item.partition("="))
         name = name.removeprefix("layout.")
         if not equals:
             problems.append(f"--layout {item}: write key=value, such as tp=2")
@@ -372,7 +378,7 @@ def filled(kind: Callable[..., T], options: object, at_default: Collection[str] 
     """Return an instance of the dataclass `kind` whose fields are the options of the same names and `more`.
     `at_default`: the other fields, which keep their defaults. A field in none of these is a bug: its option may have
     been renamed."""
-    names = {each.name for each in dataclasses.fields(cast(Any, kind))} - more.keys()
+    names = {field.name for field in dataclasses.fields(cast(Any, kind))} - more.keys()
     without = {name for name in names if not hasattr(options, name)}
     assert without == set(at_default), f"fields without an option {sorted(without)}, not {sorted(at_default)}"
     return kind(**{name: getattr(options, name) for name in names - without}, **more)

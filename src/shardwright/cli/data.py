@@ -151,9 +151,9 @@ class _Display(Progress):
     """A progress bar on a terminal; otherwise a line every few seconds, or nothing if `silent`."""
 
     def __init__(self, *, silent: bool) -> None:
-        told = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}")
+        columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}")
         hidden = silent or not console.is_terminal
-        super().__init__(*told, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=hidden)
+        super().__init__(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=hidden)
         self._lines = hidden and not silent
         self._line_s = time.monotonic()
         self._tasks_of: dict[str, TaskID] = {}

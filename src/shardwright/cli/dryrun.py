@@ -47,7 +47,7 @@ class DryrunOptions(FromOptions):
     )
     count_as: str = option("gpu", "gpu: with the kernels and the allocator of a GPU; cpu: as a rank on a CPU and gloo")
     imbalance: float = option(1.0, "rows of experts that the first rank of ep gets, over the mean", "X")
-    remedies: bool = option(True, "where it does not fit, try what would", name="--remedies/--no-remedies")
+    remedies: bool = option(True, "if it does not fit, try changes that reduce the memory", name="--remedies/--no-remedies")
     messages: bool = flag("list every collective and message in order")
     html: Path | None = option(None, "write one page with pictures", "FILE.html")
     trace: Path | None = option(None, "write actions, messages and memory for ui.perfetto.dev", "FILE.json")
@@ -72,40 +72,42 @@ def dryrun(options: DryrunOptions) -> None:
 
     Exit codes: 0 fits, 1 does not fit or ranks do not agree, 2 the input cannot be used, 3 a dry run failed.
     """
-    wrong = _problems(options)
-    if wrong:
-        raise InputError(*wrong)
+    problems = _problems(options)
+    if problems:
+        raise InputError(*problems)
     from shardwright.verification.ranks import start_server
 
     start_server()  # it imports PyTorch while this process does not
     config = load_run(options, options.run_file, options.overrides or [], ("cluster", "hardware"))
     how = _how(config, options)
     with progress("running dry") as tell:
-        found = _found(config, how, options, tell)
+        result = _dry_run(config, how, options, tell)
     from shardwright.dry_run.view import dry_run_document
 
-    written = [*_written(found, options)]
-    show(dry_run_document(found, options.messages), options.json, options.html)
+    written = [*_written(result, options)]
+    show(dry_run_document(result, options.messages), options.json, options.html)
     if not options.json:
         for path in written:
             print_text(f"written to {path}")
-    if not found.fits or found.disagreements:
+    if not result.fits or result.disagreements:
         raise typer.Exit(1)
 
 
-def _written(found: "DryRun", options: DryrunOptions) -> Iterator[Path]:
+def _written(result: "DryRun", options: DryrunOptions) -> Iterator[Path]:
     """Write the requested records and yield the path of each."""
     from shardwright.dry_run.record import write_snapshot, write_trace
 
     if options.trace is not None:
-        write_trace(found.records, options.trace)
+        write_trace(result.records, options.trace)
         yield options.trace
     if options.snapshot is not None:
-        write_snapshot(found.records, options.snapshot)
+        write_snapshot(result.records, options.snapshot)
         yield options.snapshot
 
 
-def _found(config: "RunConfig", how: "DryRunSettings", options: DryrunOptions, tell: Callable[[str], None]) -> "DryRun":
+def _dry_run(
+    config: "RunConfig", how: "DryRunSettings", options: DryrunOptions, tell: Callable[[str], None]
+) -> "DryRun":
     from shardwright.dry_run.run import dry_run, fullest_by_plan
 
     rank = options.rank
@@ -116,16 +118,16 @@ def _found(config: "RunConfig", how: "DryRunSettings", options: DryrunOptions, t
 
 def _problems(options: DryrunOptions) -> list[str]:
     """Return the problems of the options that can be found without the run file."""
-    wrong = wrong_place("--html", options.html, {".html": "it is named"})
-    wrong += wrong_place("--trace", options.trace, {".json": "it is named"})
-    wrong += wrong_place("--snapshot", options.snapshot, {".pickle": "it is named"})
+    problems = wrong_place("--html", options.html, {".html": "it is named"})
+    problems += wrong_place("--trace", options.trace, {".json": "it is named"})
+    problems += wrong_place("--snapshot", options.snapshot, {".pickle": "it is named"})
     if options.ranks not in (None, ALL):
-        wrong.append(f"--ranks {options.ranks}: valid: {ALL}; a single one is given by --rank")
+        problems.append(f"--ranks {options.ranks}: valid: {ALL}; a single one is given by --rank")
     if options.ranks is not None and options.rank is not None:
-        wrong.append(f"--rank {options.rank} and --ranks {options.ranks}: leave one out")
+        problems.append(f"--rank {options.rank} and --ranks {options.ranks}: leave one out")
     if options.device_memory is not None and options.cluster is not None:
-        wrong.append("--device-memory and --cluster both say how much memory there is; leave one out")
-    return wrong
+        problems.append("--device-memory and --cluster both say how much memory there is; leave one out")
+    return problems
 
 
 def _how(config: "RunConfig", options: DryrunOptions) -> "DryRunSettings":
@@ -154,10 +156,10 @@ def _cluster_memory(text: str, hardware: Path | None, world_size: int) -> float:
     accelerators is not the number of the layout's ranks."""
     from shardwright.cost.hardware import cluster
 
-    found = cluster(text if ":" in text else f"{text}:1/1", hardware)
-    if ":" in text and found.size != world_size:
+    machine = cluster(text if ":" in text else f"{text}:1/1", hardware)
+    if ":" in text and machine.size != world_size:
         raise InputError(
-            f"--cluster {text}: it has {found.size:,} accelerators, and the layout of the run file {world_size:,} "
+            f"--cluster {text}: it has {machine.size:,} accelerators, and the layout of the run file {world_size:,} "
             f"ranks; valid: {text.partition(':')[0]}:{world_size}"
         )
-    return found.accelerator.memory_bytes
+    return machine.accelerator.memory_bytes

@@ -113,7 +113,9 @@ def _left_out(asked: "Job", shown: "Job") -> list[str]:
     of the page."""
     kept = shown.options_of_optimizer
     sizes = [
-        each.name for each in fields(asked.model) if getattr(asked.model, each.name) != getattr(shown.model, each.name)
+        field.name
+        for field in fields(asked.model)
+        if getattr(asked.model, field.name) != getattr(shown.model, field.name)
     ]
     options = [name for name, value in asked.options_of_optimizer.items() if value != kept[name]]
     return [*(f"model.{name}" for name in sizes), *(f"optimizer.{name}" for name in options)]
@@ -170,6 +172,6 @@ def serve_model(progress: Callable[[int, int], None], query: str, hardware: Path
     if problems:
         raise InputError(*problems)
     task, name = read_task(PlanServeOptions(**options, hardware=hardware))
-    found = search(task)
-    remedies = [] if found.options else list(smaller_need(task))
-    return served_html(found, serving_document(found, name, None, False, remedies))
+    result = search(task)
+    remedies = [] if result.options else list(smaller_need(task))
+    return served_html(result, serving_document(result, name, None, False, remedies))

@@ -141,12 +141,12 @@ class FollowedRun:
         """Return the state of each rank in `ranks` that has written it; only the first `MOST_RANKS` are read."""
         if not self.runs:
             return {}
-        there, found = RanksFolder(self.folder), {}
+        there, result = RanksFolder(self.folder), {}
         for rank in ranks[:MOST_RANKS]:
             identity, state = there.identity(rank), there.state(rank)
             if identity is not None and state is not None:
-                found[rank] = RankStatus(identity, state)
-        return found
+                result[rank] = RankStatus(identity, state)
+        return result
 
 
 def _added(file: GrowingFile, forget: Callable[[], None]) -> Iterator[tuple[int, list[str]]]:

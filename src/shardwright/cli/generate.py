@@ -117,11 +117,11 @@ def generate(options: GenerateOptions) -> None:
     if options.json:
         print_json(_without_absent(dataclasses.asdict(answer)) | {"tokens_per_s": answer.tokens_per_s})
         return
-    for number, each in enumerate(answer.completions, start=1):
+    for number, completion in enumerate(answer.completions, start=1):
         if len(answer.completions) > 1:
             typer.echo(f"--- prompt {number} of {len(answer.completions)}")
-        print_text(visible(each.text if options.chat else each.prompt + each.text))
-    n_tokens = sum(each.n_tokens for each in answer.completions)
+        print_text(visible(completion.text if options.chat else completion.prompt + completion.text))
+    n_tokens = sum(completion.n_tokens for completion in answer.completions)
     error_console.print(
         f"[dim]{counted(n_tokens, 'token')}, {answer.tokens_per_s:.3g} a second; "
         f"cache {format_bytes(answer.cache_bytes)}"
@@ -132,7 +132,9 @@ def generate(options: GenerateOptions) -> None:
 
 def _without_absent(answer: dict[str, Any]) -> dict[str, Any]:
     """Return an answer whose completions have tokens and log-probabilities only if they were asked for."""
-    completions = [{key: value for key, value in each.items() if value is not None} for each in answer["completions"]]
+    completions = [
+        {key: value for key, value in completion.items() if value is not None} for completion in answer["completions"]
+    ]
     return answer | {"completions": completions}
 
 

@@ -16,7 +16,7 @@ def import_(
     ),
     json: AsJson = False,
 ) -> None:
-    """Write the weights of a Hugging Face model as a folder that runs begin with.
+    """Write the weights of a Hugging Face model as a folder that runs start with.
 
     The folder has the weights with a checksum of each shard, the section [model] of a run file (model.toml), and the
     tokenizer. A folder of transformers can also be given to model.from and init.weights as it is.

@@ -71,17 +71,17 @@ def launch(options: LaunchOptions) -> None:
     config = load(options.run, options.set_ or ())
     layout = config.layout.layout()
     sizes = {"--nodes": options.nodes, "--per-node": options.per_node, "--cpus": options.cpus, "--grace": options.grace}
-    wrong = wrong_sizes(sizes) + wrong_place("--write", options.write)
-    wrong += [f"--max-restarts {options.max_restarts}: 0 or more is needed"] * (options.max_restarts < 0)
-    wrong += [
+    problems = wrong_sizes(sizes) + wrong_place("--write", options.write)
+    problems += [f"--max-restarts {options.max_restarts}: 0 or more is needed"] * (options.max_restarts < 0)
+    problems += [
         f"--{name} is missing; --on {options.on} needs it, such as --{name} {example}"
         for name, example in format.needs.items()
         if not getattr(options, name) and (name != "accelerator" or config.device != "cpu")
     ]
     if options.write is not None and options.write.exists() and not options.overwrite:
-        wrong.append(f"--write {options.write}: the file exists; --overwrite replaces it")
-    if wrong:
-        raise InputError(*wrong)
+        problems.append(f"--write {options.write}: the file exists; --overwrite replaces it")
+    if problems:
+        raise InputError(*problems)
     job = _job(options, config, layout.world_size)
     if problems := list(job_problems(job, layout.world_size, str(layout))):
         raise InputError(*problems)

@@ -25,7 +25,7 @@ _USAGE_ERROR: Any = typer.BadParameter.__base__
 """The error that click raises for an unknown word or option or an invalid value; typer does not export it."""
 
 VERBS = {
-    "quickstart": "Train a small model on real text found on this machine, and show what it learned.",
+    "quickstart": "Train a small model on real text found on this machine, and show its loss and a text that it writes.",
     "data": "Turn text into token shards for training, and show their contents.",
     "plan": "Find the fastest layout that fits, without a GPU, and explain the choice.",
     "explore": "Plan a run in the browser: move sliders, and see memory, time, schedule and messages at once.",
@@ -33,16 +33,16 @@ VERBS = {
     "train": "Train a model as a run file says.",
     "sweep": "Train a run file with every combination of some values, one run after another, and compare the results.",
     "launch": "Write the job file of a run for Slurm, Kubernetes, SkyPilot or Ray.",
-    "verify": "Prove that a layout computes what one process computes.",
+    "verify": "Prove that a layout computes the same losses, gradients and parameters as one process.",
     "mup-check": "Check a parametrisation: do activations change as much in wide models as in narrow ones?",
     "dryrun": "Run the real training program as any rank of any world, without a GPU, data or memory for the weights.",
-    "schedule": "Show what a pipeline schedule does and what it costs, without running it.",
+    "schedule": "Show the actions, bubble and memory of a pipeline schedule, without running it.",
     "watch": "Show a run while it trains: loss, speed, memory, ranks, checkpoints and events.",
     "report": "Show the results of a run: its numbers, its curves, and one HTML page.",
     "generate": "Continue prompts with a run or a folder of transformers, on any layout.",
     "score": "Compute the log-probability of each text, or of each answer given its prompt, on any layout.",
     "eval": "Measure the perplexity of a run on its validation data, or of any model on prepared data.",
-    "import": "Write the weights of a Hugging Face model as a folder that runs begin with.",
+    "import": "Write the weights of a Hugging Face model as a folder that runs start with.",
     "export": "Write weights as a folder that transformers loads with AutoModelForCausalLM.from_pretrained.",
     "merge": "Write the weighted mean of the weights of several checkpoints of one model.",
     "convert": "Write a training checkpoint, weights and AdamW's states, in the format of another system.",
@@ -90,7 +90,7 @@ def _with_whole_paragraphs(command: Any) -> Any:
 
 def _as_override(error: Any) -> str:
     """Return how to set an unknown option whose name is a key of the run file, otherwise an empty text."""
-    takes_overrides = error.ctx is not None and any("--set" in each.opts for each in error.ctx.command.params)
+    takes_overrides = error.ctx is not None and any("--set" in parameter.opts for parameter in error.ctx.command.params)
     option = getattr(error, "option_name", None)
     if not takes_overrides or option is None:
         return ""

@@ -64,11 +64,11 @@ def measure(options: MeasureOptions) -> None:
 
     Exit codes: 0 measured, 2 the input cannot be used, 3 a rank failed.
     """
-    wrong = _wrong(options)
+    problems = _problems(options)
     if find_spec("torch") is None:
-        wrong.append("measure runs PyTorch, which is not installed here: pip install torch")
-    if wrong:
-        raise InputError(*wrong)
+        problems.append("measure runs PyTorch, which is not installed here: pip install torch")
+    if problems:
+        raise InputError(*problems)
     from shardwright.verification.ranks import start_server
 
     start_server()  # it imports PyTorch while this process does
@@ -77,21 +77,21 @@ def measure(options: MeasureOptions) -> None:
         _write(machine, options)
 
 
-def _wrong(options: MeasureOptions) -> list[str]:
-    wrong = wrong_device(options.device) + wrong_place("--html", options.html, {".html": "it is named"})
-    wrong += wrong_place("--out", options.out, {".toml": "it is named"})
+def _problems(options: MeasureOptions) -> list[str]:
+    problems = wrong_device(options.device) + wrong_place("--html", options.html, {".html": "it is named"})
+    problems += wrong_place("--out", options.out, {".toml": "it is named"})
     if options.out is None and options.html is None and not options.json:
-        wrong.append("--out is missing; name the hardware file to write, such as --out mine.toml")
+        problems.append("--out is missing; name the hardware file to write, such as --out mine.toml")
     if options.out is not None and options.out.is_file() and not options.overwrite:
-        wrong.append(f"--out {options.out}: the file exists; name another, or add --overwrite to replace it")
+        problems.append(f"--out {options.out}: the file exists; name another, or add --overwrite to replace it")
     if options.clock not in CLOCKS:
-        wrong.append(f"--clock {options.clock}: not one of {', '.join(CLOCKS)}")
+        problems.append(f"--clock {options.clock}: not one of {', '.join(CLOCKS)}")
     if not 0 < options.budget < 60:
-        wrong.append(f"--budget {options.budget:g}: seconds above 0 and below 60 are needed, such as 0.05")
-    wrong += wrong_sizes({"--ranks": options.ranks})
+        problems.append(f"--budget {options.budget:g}: seconds above 0 and below 60 are needed, such as 0.05")
+    problems += wrong_sizes({"--ranks": options.ranks})
     if "RANK" in os.environ and options.ranks is not None:
-        wrong.append(f"--ranks {options.ranks}: torchrun has started the ranks; leave it out")
-    return wrong
+        problems.append(f"--ranks {options.ranks}: torchrun has started the ranks; leave it out")
+    return problems
 
 
 def _measured(options: MeasureOptions) -> "MachineMeasurements | None":

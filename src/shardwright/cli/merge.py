@@ -34,7 +34,7 @@ def merge(
     print_answer(
         json,
         {"out": str(out), "sources": merged, "parameters": n, "remarks": list(done.remarks)},
-        *(f"{each['share']:8.4g}  {each['path']}" for each in merged),
+        *(f"{part['share']:8.4g}  {part['path']}" for part in merged),
         f"{format_count(n)} parameters -> {out}",
         *done.remarks,
         f"  shardwright eval {out} --data DATA",

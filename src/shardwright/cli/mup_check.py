@@ -41,32 +41,32 @@ def mup_check(options: MupCheckOptions) -> None:
     from shardwright.system.files import write_whole
 
     widths = _widths(options.widths)
-    wrong = wrong_place("--draw", options.draw, {".svg": "a picture is named"})
-    wrong += wrong_place("--html", options.html, {".html": "a page is named"})
-    if wrong:
-        raise InputError(*wrong)
+    problems = wrong_place("--draw", options.draw, {".svg": "a picture is named"})
+    problems += wrong_place("--html", options.html, {".html": "a page is named"})
+    if problems:
+        raise InputError(*problems)
     config = load(options.run, options.overrides or ())
     from shardwright.verification.coordinates import check_coordinates
     from shardwright.verification.view import coordinates_document, coordinates_svg
 
     spec = config.spec()
     with progress("widths") as update:
-        found = check_coordinates(spec, config.optimizer, widths, options.steps, options.seeds, update)
+        result = check_coordinates(spec, config.optimizer, widths, options.steps, options.seeds, update)
     if options.draw is not None:
-        write_whole(options.draw, coordinates_svg(found).encode())
+        write_whole(options.draw, coordinates_svg(result).encode())
     others = () if options.draw is None else (options.draw,)
-    show(coordinates_document(found, spec, config.optimizer.lr), options.json, options.html, *others)
-    if not found.flat:
+    show(coordinates_document(result, spec, config.optimizer.lr), options.json, options.html, *others)
+    if not result.flat:
         raise typer.Exit(1)
 
 
 def _widths(text: str) -> tuple[int, ...]:
     """Return the widths of an option in ascending order. Raises InputError."""
     parts = [part.strip() for part in text.split(",")]
-    wrong = [part for part in parts if not (part.isdecimal() and len(part) < 9 and 0 < int(part) <= MOST_WIDTH)]
-    if wrong:
+    invalid = [part for part in parts if not (part.isdecimal() and len(part) < 9 and 0 < int(part) <= MOST_WIDTH)]
+    if invalid:
         raise InputError(
-            f"--widths {wrong[0][:40]}: whole numbers from 1 to {MOST_WIDTH:,} are needed, such as 64,128,256,512"
+            f"--widths {invalid[0][:40]}: whole numbers from 1 to {MOST_WIDTH:,} are needed, such as 64,128,256,512"
         )
     widths = tuple(sorted({int(part) for part in parts}))
     if len(widths) < 2:

@@ -74,16 +74,16 @@ def plan(options: PlanOptions) -> None:
 
 
 def _evaluate(options: PlanOptions) -> None:
-    given = [each.name for each in fields(options) if getattr(options, each.name) != each.default]
+    given = [field.name for field in fields(options) if getattr(options, field.name) != field.default]
     options_of = {name: f"--{name.strip('_').replace('_', '-')}" for name in given}
     if others := ", ".join(text for name, text in options_of.items() if name not in ("target", "runs", "json")):
         raise InputError(f"plan evaluate takes a table and --json alone; leave out {others}")
     from shardwright.planner.evaluate import MEASURED_RUNS, evaluate, report_lines
 
-    found = evaluate(options.runs or MEASURED_RUNS)
+    result = evaluate(options.runs or MEASURED_RUNS)
     titles = [f"{MEASURED_RUNS.name}, the published runs that come with shardwright"] if options.runs is None else []
-    print_answer(options.json, found.as_json(), *titles, *report_lines(found))
-    if not found.rows:
+    print_answer(options.json, result.as_json(), *titles, *report_lines(result))
+    if not result.rows:
         raise typer.Exit(1)
 
 
@@ -121,7 +121,7 @@ def _search(asked: PlanRequest, options: PlanOptions) -> None:
         instead = [] if taken is not None else remedies(asked.job, options.memory_margin, asked.fixed)
     data = None
     if options.json:  # its numbers with other loads of experts take time
-        near = [{"global_batch": each.global_batch, "saved": each.saved} for each in batches]
+        near = [{"global_batch": size.global_batch, "saved": size.saved} for size in batches]
         data = plan_document(result, whole, asked.name, own, others, instead, asked.goal) | {"near_batches": near}
     searched = SearchedPlan(result, whole, asked.name, own, others, batches, instead, margin, asked.goal, took_s)
     view = plan_view(searched, data)
@@ -197,7 +197,7 @@ def _replanned(
     config: "RunConfig", job: "Job", choice: "Choice", planned: dict[str, Any], path: Path, command: str
 ) -> str:
     """Return the planned run file with this layout. `planned`: its `batch`, and its `steps` or None. Its run starts
-    anew in its own folder: `out` is a new folder next to the old one, named after the file, and checkpoint.resume is
+    from step 0 in its own folder: `out` is a new folder next to the old one, named after the file, and checkpoint.resume is
     left out."""
     from shardwright.config import parse, resolved_toml
     from shardwright.planner.run_file import lora_keys, memory_gib, precision_keys

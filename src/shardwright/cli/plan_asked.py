@@ -1,5 +1,6 @@
 """The request of `shardwright plan`, from options and a run file, and its problems."""
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,19 +47,9 @@ def read_request(options: PlanOptions) -> PlanRequest:
     if explains_file and target is None and model is None:
         target = options.explain
     global_batch, seq_len, precision = options.global_batch, options.seq_len, options.precision
-    wrong = wrong_options(options) + wrong_measured(options)
-    if options.stack is not None and options.write is not None:
-        wrong.append(
-            f"--stack {options.stack} with --write: a run file is for shardwright's own software; leave one out"
-        )
-    if options.runs is not None:
-        wrong.append(
-            f"{options.runs}: a second argument goes with evaluate alone: shardwright plan evaluate {options.runs}"
-        )
-    if target is not None and model is not None:
-        wrong.append(f"--model {model} and {target}: both name a model; leave one out")
+    problems = [*wrong_options(options), *wrong_measured(options), *_contradictions(options, target)]
     config = given = None
-    if target is not None and model is None and (given := _read(target, wrong)) is not None:
+    if target is not None and model is None and (given := _read(target, problems)) is not None:
         from shardwright.config.settle import of_fullest_stage
 
         config = of_fullest_stage(given)
@@ -67,69 +58,53 @@ def read_request(options: PlanOptions) -> PlanRequest:
         precision = config.precision.planned if precision is None else precision
     precision = (precision or "bf16").lower()
     if target is None and model is None and options.measured is None:
-        wrong.append("--model is missing; name a preset, such as llama-3.1-70b, give sizes, or name a run file")
+        problems.append("--model is missing; name a preset, such as llama-3.1-70b, give sizes, or name a run file")
     if cluster is None:
-        wrong.append("--cluster is missing; give accelerators and how many, such as h100:64")
+        problems.append("--cluster is missing; give accelerators and how many, such as h100:64")
     sizes = {"--global-batch": global_batch, "--seq-len": seq_len}
-    wrong += wrong_sizes(sizes, needed=sizes if target is None and options.measured is None else ())
-    document_tokens = _document_tokens(options, config, seq_len, wrong)
+    problems += wrong_sizes(sizes, needed=sizes if target is None and options.measured is None else ())
+    document_tokens = _document_tokens(options, config, seq_len, problems)
     if precision not in PRECISIONS:
         what = "precision.compute=" if config is not None and config.precision.planned == precision else "--precision "
-        wrong.append(f"{what}{precision}: not one that is planned for; {nearest(precision, PRECISIONS)}")
+        problems.append(f"{what}{precision}: not one that is planned for; {nearest(precision, PRECISIONS)}")
 
-    from shardwright.cost.job import Job
     from shardwright.cost.machine import on_machine
     from shardwright.model.presets import resolve
     from shardwright.planner.choice import read
-    from shardwright.planner.run_file import fp8_problems, untrained
+    from shardwright.planner.run_file import untrained
     from shardwright.planner.space import read_fixed
 
     if options.write is not None and precision in PRECISIONS:
-        wrong += untrained(precision)
-    spec = found = explained = fixed = goal = None
-    with collecting(wrong):
+        problems += untrained(precision)
+    spec = planned_cluster = explained = fixed = goal = None
+    with collecting(problems):
         explained = None if options.explain is None or explains_file else read(options.explain)
-    with collecting(wrong):
+    with collecting(problems):
         fixed = None if options.fix is None else read_fixed(options.fix)
-    with collecting(wrong):
+    with collecting(problems):
         goal = training_goal(options, given)
-    with collecting(wrong):
+    with collecting(problems):
         if config is not None:
             spec = config.spec()
         elif model is not None:
             model, spec = find_model(model, seq_len, lambda name: (name, resolve(name)))
-    with collecting(wrong):
-        found = None if cluster is None else changed_cluster(cluster, options, options.link, options.network)
-    wrong += [] if found is None or precision not in PRECISIONS else no_peak(found, precision)
-    with collecting(wrong):
+    with collecting(problems):
+        planned_cluster = None if cluster is None else changed_cluster(cluster, options, options.link, options.network)
+    problems += [] if planned_cluster is None or precision not in PRECISIONS else no_peak(planned_cluster, precision)
+    with collecting(problems):
         spec = None if spec is None else with_adapters(spec, options.lora)
-    if wrong or spec is None or found is None or global_batch is None or seq_len is None:
-        raise InputError(*wrong)
+    if problems or spec is None or planned_cluster is None or global_batch is None or seq_len is None:
+        raise InputError(*problems)
     name = model if model is not None else _model_name(config, spec)
     values: dict[str, Any] = {
         "model": spec,
-        "cluster": found,
+        "cluster": planned_cluster,
         "seq_len": seq_len,
         "global_batch": global_batch,
         "precision": precision,
         "document_tokens": document_tokens,
     }
-    if config is None:
-        job = Job(**values)
-    else:
-        from shardwright.config.settle import job_of
-
-        job = replace(job_of(config), **values, reference_sequences=_reference_sequences(config, seq_len))
-    if options.expert_load is not None:
-        from shardwright.cost.expert_load import read_expert_load
-
-        job = replace(job, expert_load=read_expert_load(options.expert_load, job.model))
-    if options.stack is not None:
-        from shardwright.planner.software import read_stack
-
-        job = replace(job, stack=read_stack(options.stack, job))
-    if wrong := fp8_problems(job):
-        raise InputError(*(f"--precision {precision}: {problem}" for problem in wrong))
+    job = _job(options, config, values)
     machine = on_machine(job)
     if explains_file:
         explained = _choice_of_file(
@@ -138,6 +113,40 @@ def read_request(options: PlanOptions) -> PlanRequest:
     if options.budget_tokens is not None:  # not for stages of a run file, whose plan nobody may have asked for
         check_goal(goal, machine)
     return PlanRequest(machine, job, name, config, given, explained, fixed, goal)
+
+
+def _contradictions(options: PlanOptions, target: str | None) -> Iterator[str]:
+    """Yield the problems of options that exclude each other. `target`: the run file."""
+    if options.stack is not None and options.write is not None:
+        yield f"--stack {options.stack} with --write: a run file is for shardwright's own software; leave one out"
+    if options.runs is not None:
+        yield f"{options.runs}: a second argument goes with evaluate alone: shardwright plan evaluate {options.runs}"
+    if target is not None and options.model is not None:
+        yield f"--model {options.model} and {target}: both name a model; leave one out"
+
+
+def _job(options: PlanOptions, config: "RunConfig | None", values: dict[str, Any]) -> "Job":
+    """Return the job of `values`, of the run file and of the options. Raises InputError."""
+    from shardwright.cost.job import Job
+    from shardwright.planner.run_file import fp8_problems
+
+    if config is None:
+        job = Job(**values)
+    else:
+        from shardwright.config.settle import job_of
+
+        job = replace(job_of(config), **values, reference_sequences=_reference_sequences(config, values["seq_len"]))
+    if options.expert_load is not None:
+        from shardwright.cost.expert_load import read_expert_load
+
+        job = replace(job, expert_load=read_expert_load(options.expert_load, job.model))
+    if options.stack is not None:
+        from shardwright.planner.software import read_stack
+
+        job = replace(job, stack=read_stack(options.stack, job))
+    if problems := fp8_problems(job):
+        raise InputError(*(f"--precision {job.precision}: {problem}" for problem in problems))
+    return job
 
 
 def with_adapters(spec: "ModelSpec", lora: str | None) -> "ModelSpec":
@@ -166,27 +175,27 @@ def changed_cluster(text: str, options: PlanOptions, link: str | None, network: 
     Raises InputError for names that are in no hardware file."""
     from shardwright.cost.hardware import accelerator, cluster
 
-    found = cluster(text, options.hardware)
+    machine = cluster(text, options.hardware)
     try:
         if link is not None:
             accelerator(link, options.hardware)
-            found = replace(
-                found, inside=cluster(f"{link}:{found.node_size}/{found.node_size}", options.hardware).inside
+            machine = replace(
+                machine, inside=cluster(f"{link}:{machine.node_size}/{machine.node_size}", options.hardware).inside
             )
     except InputError as error:
         raise InputError(f"--link {link}: name an accelerator that has the link, such as h100-pcie; {error}") from None
     try:
         if network is not None:
-            found = found.on(network, options.hardware)
+            machine = machine.on(network, options.hardware)
     except InputError as error:
         raise InputError(f"--network {network}: {error}") from None
     try:
         if options.host_memory is not None:
-            found = found.with_host_memory(options.host_memory)
+            machine = machine.with_host_memory(options.host_memory)
     except InputError as error:
         raise InputError(f"--host-memory {options.host_memory}: {error}") from None
     changes = [f"{name}={value}" for name, value in (("link", link), ("network", network)) if value is not None]
-    return replace(found, name=", ".join([found.name, *changes]))
+    return replace(machine, name=", ".join([machine.name, *changes]))
 
 
 def no_peak(cluster: "Cluster", precision: str) -> list[str]:
@@ -223,32 +232,34 @@ def priced_of(job: "Job", choice: "Choice") -> "PricedLayout":
     return PricedLayout.from_choice(job, choice)
 
 
-def _read(run_file: str, wrong: list[str]) -> "RunConfig | None":
-    """Return a run file, or add its problems to `wrong` and return None."""
+def _read(run_file: str, problems: list[str]) -> "RunConfig | None":
+    """Return a run file, or add its problems to `problems` and return None."""
     if not Path(run_file).exists() and not run_file.endswith(".toml"):
         from shardwright.model.presets import PRESETS
 
         model = f"; a preset is named with --model {run_file}" if run_file in PRESETS else ""
-        wrong.append(f"{run_file}: no such run file{model or '; give one, or the word evaluate and a table of runs'}")
+        problems.append(
+            f"{run_file}: no such run file{model or '; give one, or the word evaluate and a table of runs'}"
+        )
         return None
     from shardwright.config import load
 
     try:
         return load(run_file)
     except InputError as error:
-        wrong += error.problems
+        problems += error.problems
         return None
 
 
 def _document_tokens(
-    options: PlanOptions, config: "RunConfig | None", seq_len: int | None, wrong: list[str]
+    options: PlanOptions, config: "RunConfig | None", seq_len: int | None, problems: list[str]
 ) -> float | None:
     """Return the mean length of a token's document, from the option or from the run file's data as mixed at the start;
-    None if attention is over whole sequences. Adds problems to `wrong`."""
+    None if attention is over whole sequences. Adds problems to `problems`."""
     given = options.document_tokens
     if given is not None:
         if seq_len is not None and not 1 <= given <= seq_len:
-            wrong.append(
+            problems.append(
                 f"--document-tokens {given:g} is not between 1 and the seq_len={seq_len} tokens of a sequence, which "
                 f"cuts longer documents"
             )
@@ -263,7 +274,7 @@ def _document_tokens(
     try:
         splits = [open_split(source.path, "train", config.data.token_cache) for source in sources_of(config.data)]
     except InputError as error:
-        wrong += [
+        problems += [
             f"{problem}; or give the mean length of a document by --document-tokens" for problem in error.problems
         ]
         return None

@@ -57,8 +57,8 @@ def read_logged_run(options: LogOptions) -> LoggedRun:
     if not options.from_:
         raise InputError("--from is missing; name the configuration of the run, or run.toml of a run of Shardwright")
     given = options.plan_options()
-    if wrong := wrong_options(given):
-        raise InputError(*wrong)
+    if problems := wrong_options(given):
+        raise InputError(*problems)
     if _is_run_file(options.from_[0]):
         from shardwright.cli.plan_asked import choice_of_run, priced_of, read_request
         from shardwright.planner.search import MARGIN, limit_bytes
@@ -117,7 +117,7 @@ def plan_calibrate(options: CalibrateOptions) -> None:
     if options.write is not None and result.informs:
         from shardwright.system.files import write_whole
 
-        logs = [f"{log.path.name}: {each.n_steady} steps" for log, each in zip(run.logs, times, strict=True)]
+        logs = [f"{log.path.name}: {measured.n_steady} steps" for log, measured in zip(run.logs, times, strict=True)]
         known = run.cluster.calibrated.get(result.kind)
         if known is not None and (again := set(known.logs) & set(logs)):
             raise InputError(f"--hardware {options.hardware}: {run.cluster.name} is calibrated by {', '.join(again)}")

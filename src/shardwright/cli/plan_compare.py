@@ -28,11 +28,14 @@ def compare(asked: PlanRequest, options: PlanOptions) -> None:
     from shardwright.report.compare_view import compare_view
     from shardwright.system.control_groups import usable_cores
 
-    wrong: list[str] = []
-    clusters = [asked.job.cluster, *(_cluster(text, options, asked.job.precision, wrong) for text in _others(options))]
-    if wrong:
-        raise InputError(*wrong)
-    found: list[Plan] = []
+    problems: list[str] = []
+    clusters = [
+        asked.job.cluster,
+        *(_cluster(text, options, asked.job.precision, problems) for text in _others(options)),
+    ]
+    if problems:
+        raise InputError(*problems)
+    plans: list[Plan] = []
     with error_console.status("evaluating every layout") as status:
         for cluster in clusters:
             status.update(f"evaluating every layout of {cluster.name}")
@@ -40,13 +43,13 @@ def compare(asked: PlanRequest, options: PlanOptions) -> None:
                 job = on_machine(replace(asked.anywhere, cluster=cluster))
                 check_goal(asked.goal, job)
                 processes = usable_cores()
-                found.append(
+                plans.append(
                     search(job, memory_margin=options.memory_margin, top=1, fixed=asked.fixed, processes=processes)
                 )
             except LayoutError as error:
                 raise LayoutError(*(f"{cluster.name}: {problem}" for problem in error.problems)) from None
-    show(compare_view(asked.name, found, asked.goal), options.json, options.html)
-    if not any(plan.recommended for plan in found):
+    show(compare_view(asked.name, plans, asked.goal), options.json, options.html)
+    if not any(plan.recommended for plan in plans):
         raise typer.Exit(1)
 
 
@@ -54,20 +57,20 @@ def _others(options: PlanOptions) -> list[str]:
     return options.compare or []
 
 
-def _cluster(text: str, options: PlanOptions, precision: str, wrong: list[str]) -> "Cluster":
-    """Return a cluster by its name, or the cluster of --cluster with other links. Adds problems to `wrong`."""
+def _cluster(text: str, options: PlanOptions, precision: str, problems: list[str]) -> "Cluster":
+    """Return a cluster by its name, or the cluster of --cluster with other links. Adds problems to `problems`."""
     changes = dict(pair.split("=", 1) for pair in text.replace(" ", "").split(",") if "=" in pair)
     unknown = [name for name in changes if name not in CHANGES]
-    wrong += [f"--compare {text}: there is no {name} to change; {nearest(name, CHANGES)}" for name in unknown]
+    problems += [f"--compare {text}: there is no {name} to change; {nearest(name, CHANGES)}" for name in unknown]
     assert options.cluster is not None
     try:
         if "=" not in text:
-            found = changed_cluster(text, options, None, None)
+            machine = changed_cluster(text, options, None, None)
         else:
             link, network = changes.get("link", options.link), changes.get("network", options.network)
-            found = changed_cluster(options.cluster, options, link, network)
+            machine = changed_cluster(options.cluster, options, link, network)
     except InputError as error:
-        wrong += [f"--compare {problem}" for problem in error.problems]
+        problems += [f"--compare {problem}" for problem in error.problems]
         return changed_cluster(options.cluster, options, None, None)
-    wrong += [f"--compare {text}: {problem}" for problem in no_peak(found, precision)]
-    return found
+    problems += [f"--compare {text}: {problem}" for problem in no_peak(machine, precision)]
+    return machine

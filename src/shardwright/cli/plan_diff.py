@@ -38,14 +38,14 @@ def plan_diff(options: PlanDiffOptions) -> None:
     """
     sides = (("A", options.a, options.cluster), ("B", options.b, options.other_cluster or options.cluster))
     priced: list[PricedLayout] = []
-    wrong = wrong_place("--html", options.html, {".html": "it is named"})
+    problems = wrong_place("--html", options.html, {".html": "it is named"})
     for name, path, cluster in sides:
         try:
             priced.append(_priced(path, cluster, options.hardware))
         except InputError as error:
-            wrong += [f"{name}, {path}: {problem.removeprefix(f'{path}: ')}" for problem in error.problems]
-    if wrong:
-        raise InputError(*wrong)
+            problems += [f"{name}, {path}: {problem.removeprefix(f'{path}: ')}" for problem in error.problems]
+    if problems:
+        raise InputError(*problems)
     from shardwright.planner.diff import diff
     from shardwright.report.diff_view import diff_view
 

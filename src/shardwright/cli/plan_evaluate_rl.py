@@ -28,7 +28,7 @@ def plan_evaluate_rl(options: EvaluateRLOptions) -> None:
     """
     from shardwright.rl.measured import PUBLISHED, evaluate, report_lines
 
-    found = evaluate(options.steps or PUBLISHED)
-    print_answer(options.json, found.as_json(), *report_lines(found))
-    if not found.rows:
+    result = evaluate(options.steps or PUBLISHED)
+    print_answer(options.json, result.as_json(), *report_lines(result))
+    if not result.rows:
         raise typer.Exit(1)

@@ -35,9 +35,9 @@ def plan_evaluate_serving(options: EvaluateServingOptions) -> None:
     """
     from shardwright.serving.evaluate import MEASUREMENTS, evaluate, report_lines
 
-    found = evaluate(options.runs or MEASUREMENTS)
+    result = evaluate(options.runs or MEASUREMENTS)
     title = f"{MEASUREMENTS.name}, the published measurements that come with shardwright"
     titles = [title] if options.runs is None else []
-    print_answer(options.json, found.as_json(), *titles, *report_lines(found, options.rows))
-    if not found.rows:
+    print_answer(options.json, result.as_json(), *titles, *report_lines(result, options.rows))
+    if not result.rows:
         raise typer.Exit(1)

@@ -65,15 +65,15 @@ def plan_from(options: PlanOptions) -> None:
 
 def _check(options: PlanOptions) -> None:
     """Raise InputError for options that do not go with --from."""
-    given = [each.name for each in fields(options) if getattr(options, each.name) != each.default]
+    given = [field.name for field in fields(options) if getattr(options, field.name) != field.default]
     others = [
         "a run file" if name == "target" else f"--{name.replace('_', '-')}" for name in given if name not in TAKEN
     ]
-    wrong = wrong_options(options)
+    problems = wrong_options(options)
     if others:
-        wrong.insert(0, f"--from names the configuration that is planned; leave out {' and '.join(others)}")
-    if wrong:
-        raise InputError(*wrong)
+        problems.insert(0, f"--from names the configuration that is planned; leave out {' and '.join(others)}")
+    if problems:
+        raise InputError(*problems)
 
 
 def read_run(paths: Sequence[Path], options: PlanOptions) -> "tuple[ForeignRun, Cluster, list[str]]":

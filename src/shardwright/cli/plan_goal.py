@@ -56,10 +56,10 @@ def _stages_of(config: "RunConfig | None", options: PlanOptions) -> "tuple[Plann
     from shardwright.planner.whole_run import PlannedStage
 
     given = (options.batch_stages, options.global_batch, options.seq_len)
-    if config is None or not config.batch.stages or any(each is not None for each in given):
+    if config is None or not config.batch.stages or any(number is not None for number in given):
         return ()
     stages = config.batch.schedule.stages
-    return tuple(PlannedStage(each.tokens_before, each.global_batch, each.seq_len) for each in stages)
+    return tuple(PlannedStage(stage.tokens_before, stage.global_batch, stage.seq_len) for stage in stages)
 
 
 def _read_stages(options: PlanOptions, config: "RunConfig | None") -> "tuple[PlannedStage, ...]":
@@ -67,7 +67,7 @@ def _read_stages(options: PlanOptions, config: "RunConfig | None") -> "tuple[Pla
     InputError with every wrong stage."""
     from shardwright.planner.whole_run import PlannedStage
 
-    found: list[PlannedStage] = []
+    stages: list[PlannedStage] = []
     problems: list[str] = []
     seq_len = options.seq_len or (config.batch.schedule.longest.seq_len if config is not None else 0)
     for number, text in enumerate(options.batch_stages.split(",") if options.batch_stages is not None else ()):
@@ -79,14 +79,14 @@ def _read_stages(options: PlanOptions, config: "RunConfig | None") -> "tuple[Pla
         stage = PlannedStage(float(match[1]), int(match[2]), int(match[3] or seq_len))
         if stage.from_tokens != 0 and not number:
             problems.append(f"{where}: the first stage begins at 0 tokens; write 0:BATCH first")
-        if found and stage.from_tokens <= found[-1].from_tokens:
-            problems.append(f"{where} is not after the stage before, {found[-1].from_tokens:,.0f} tokens")
+        if stages and stage.from_tokens <= stages[-1].from_tokens:
+            problems.append(f"{where} is not after the stage before, {stages[-1].from_tokens:,.0f} tokens")
         if min(stage.global_batch, stage.seq_len) < 1:
             problems.append(f"{where}: a batch and a length of 1 or more are needed; --seq-len gives the length")
-        found.append(stage)
+        stages.append(stage)
     if problems:
         raise InputError(*problems)
-    return tuple(found)
+    return tuple(stages)
 
 
 def check_goal(goal: "TrainingGoal | None", job: "Job") -> None:

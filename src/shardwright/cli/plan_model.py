@@ -1,13 +1,16 @@
-"""The model given to `--model`: a config.json, a folder, sizes, or a known name."""
+"""The model of `--model`, which is a config.json, a folder, sizes, or a known name, and the cluster of `--cluster`."""
 
 import os.path
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwright.model.spec import ModelSpec
-from shardwright.system.errors import ConfigError, near_path
+from shardwright.system.errors import ConfigError, collecting, near_path
 from shardwright.system.files import inside
+
+if TYPE_CHECKING:
+    from shardwright.cost.hardware import Cluster
 
 FILES = (".json", ".toml")
 
@@ -44,3 +47,23 @@ def published_config(text: str) -> dict[str, Any] | None:
     if os.path.isdir(text) and is_folder_of_transformers(path):
         path = inside(path, CONFIG)
     return read_object(path, ConfigFile) if path.suffix == ".json" and os.path.exists(path) else None
+
+
+def length_problems(name: str, model: ModelSpec, lengths: dict[str, int]) -> list[str]:
+    """Return the problem of sequences that are longer than a model takes. `lengths`: option -> tokens."""
+    if (length := sum(lengths.values())) <= model.max_seq_len:
+        return []
+    terms = " + ".join(f"{option} {n}" for option, n in lengths.items())
+    return [f"{terms} = {length} tokens, and {name} is meant for {model.max_seq_len} at most"]
+
+
+def find_machine(cluster: str | None, hardware: Path | None, problems: list[str]) -> "Cluster | None":
+    """Return the cluster of `--cluster`. Adds problems to `problems`."""
+    from shardwright.cost.hardware import cluster as named_cluster
+
+    if cluster is None:
+        problems.append("--cluster is missing; give accelerators and how many, such as h100:8")
+        return None
+    with collecting(problems):
+        return named_cluster(cluster, hardware)
+    return None

@@ -31,12 +31,12 @@ class FromOptions:
 
     def given(self, own: Sequence[str] = ()) -> list[str]:
         """Return the names of these options that are given, such as `--seq-len`. `own`: fields to leave out."""
-        names = [each.name for each in fields(FromOptions) if each.name not in own]
+        names = [field.name for field in fields(FromOptions) if field.name not in own]
         return [f"--{name.strip('_').replace('_', '-')}" for name in names if getattr(self, name) is not None]
 
     def plan_options(self) -> "PlanOptions":
         """Return the options of `plan` for the configuration."""
-        return PlanOptions(**{each.name: getattr(self, each.name) for each in fields(FromOptions)})
+        return PlanOptions(**{field.name: getattr(self, field.name) for field in fields(FromOptions)})
 
 
 @dataclass(frozen=True)
@@ -167,44 +167,44 @@ def wrong_options(options: PlanOptions) -> list[str]:
     from shardwright.planner.simplicity import PREFERENCES
 
     target, write, html, budget_tokens = options.target, options.write, options.html, options.budget_tokens
-    wrong = margin_problems(options.memory_margin) + wrong_sizes({"--top": options.top})
+    problems = margin_problems(options.memory_margin) + wrong_sizes({"--top": options.top})
     if budget_tokens is not None and not 0 < budget_tokens < float("inf"):
-        wrong.append(f"--budget-tokens {budget_tokens:g}: a number of tokens above 0 is needed, such as 15e12")
+        problems.append(f"--budget-tokens {budget_tokens:g}: a number of tokens above 0 is needed, such as 15e12")
     if options.prefer is not None and options.prefer not in PREFERENCES:
-        wrong.append(f"--prefer {options.prefer}: not a preference; {nearest(options.prefer, PREFERENCES)}")
+        problems.append(f"--prefer {options.prefer}: not a preference; {nearest(options.prefer, PREFERENCES)}")
     if options.explain is not None and options.prefer is not None:
-        wrong.append(
+        problems.append(
             "--prefer says which layout of a search is recommended, and --explain searches nothing; leave one out"
         )
     if options.explain is not None and html is not None:
-        wrong.append("--html shows what a search finds, and --explain searches nothing; leave one out")
+        problems.append("--html shows what a search finds, and --explain searches nothing; leave one out")
     if options.explain is not None and options.fix is not None:
-        wrong.append("--fix restricts what is searched, and --explain searches nothing; leave one out")
+        problems.append("--fix restricts what is searched, and --explain searches nothing; leave one out")
     alone = [f"--{name}" for name in ("explain", "write") if getattr(options, name) is not None]
     if options.compare and alone:
         others = " and ".join(alone).replace("_", "-")
-        wrong.append(f"--compare prints a line for each cluster; leave out {others}, or plan one cluster with them")
+        problems.append(f"--compare prints a line for each cluster; leave out {others}, or plan one cluster with them")
     if options.overwrite and write is None:
-        wrong.append("--overwrite goes with --write FILE.toml; give both, or leave it out")
+        problems.append("--overwrite goes with --write FILE.toml; give both, or leave it out")
     if write is not None and target is not None and real_path(write) == real_path(target):
-        wrong.append(f"--write {write}: that is the run file that is read; name another")
+        problems.append(f"--write {write}: that is the run file that is read; name another")
     elif write is not None and write.is_file() and not options.overwrite:
-        wrong.append(f"--write {write}: the file exists; name another, or add --overwrite to replace it")
-    wrong += wrong_place("--write", write, {".toml": "it is named"})
-    return wrong + wrong_place("--html", html, {".html": "it is named"})
+        problems.append(f"--write {write}: the file exists; name another, or add --overwrite to replace it")
+    problems += wrong_place("--write", write, {".toml": "it is named"})
+    return problems + wrong_place("--html", html, {".html": "it is named"})
 
 
 def wrong_measured(options: PlanOptions) -> list[str]:
     """Return the problems of the options given with --measured."""
     if options.measured is None:
         return []
-    wrong = []
+    problems = []
     if options.target is None:
-        wrong.append(
+        problems.append(
             f"--measured {options.measured}: name the run file whose plan it is compared with, such as "
             f"{options.measured / 'run.toml'}"
         )
-    given = [each.name for each in fields(options) if getattr(options, each.name) != each.default]
+    given = [field.name for field in fields(options) if getattr(options, field.name) != field.default]
     if others := " and ".join(f"--{name.replace('_', '-')}" for name in given if name not in WITH_MEASURED):
-        wrong.append(f"--measured compares the run file as it is with its run; leave out {others}")
-    return wrong
+        problems.append(f"--measured compares the run file as it is with its run; leave out {others}")
+    return problems

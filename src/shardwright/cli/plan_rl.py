@@ -71,17 +71,16 @@ def plan_rl(options: PlanRLOptions) -> None:
     from shardwright.system.control_groups import usable_cores
 
     with error_console.status("pricing splits of the accelerators"):
-        found = search(task, options.generate_on, usable_cores())
-    show(rl_document(found, name, options.explain), options.json, options.html)
-    if not found.best:
+        result = search(task, options.generate_on, usable_cores())
+    show(rl_document(result, name, options.explain), options.json, options.html)
+    if not result.best:
         raise typer.Exit(1)
 
 
 def read_task(options: PlanRLOptions) -> "tuple[RLTask, str]":
     """Return the step to price and the model's name. Raises InputError with every problem at once."""
     from shardwright.cli.plan_asked import no_peak, with_adapters
-    from shardwright.cli.plan_model import find_model
-    from shardwright.cost.hardware import cluster
+    from shardwright.cli.plan_model import find_machine, find_model, length_problems
     from shardwright.cost.job import Job
     from shardwright.planner.software import read_stack
     from shardwright.rl.step import RLTask
@@ -91,45 +90,37 @@ def read_task(options: PlanRLOptions) -> "tuple[RLTask, str]":
     from shardwright.serving.rates import fitted
     from shardwright.serving.setting import Serving
 
-    wrong = _wrong_numbers(options)
-    spec = machine = None
-    name, length = options.model or "", (options.input_len or 0) + (options.output_max or 0)
-    engines = {each.name: each for each in ENGINES}
-    if options.engine not in engines:
-        wrong.append(
-            f"--engine {options.engine}: not one that constants are known for; {nearest(options.engine, engines)}"
+    problems = _wrong_numbers(options)
+    spec, name = None, options.model or ""
+    lengths = {"--input-len": options.input_len or 0, "--output-max": options.output_max or 0}
+    length, engines = sum(lengths.values()), {engine.name: engine for engine in ENGINES}
+    problems += [
+        f"{option} {value}: not one that {why}; {nearest(value, known)}"
+        for option, value, known, why in (
+            ("--engine", options.engine, engines, "constants are known for"),
+            ("--precision", options.precision, PRECISIONS, "is planned for"),
         )
-    if options.precision not in PRECISIONS:
-        wrong.append(
-            f"--precision {options.precision}: not one that is planned for; {nearest(options.precision, PRECISIONS)}"
-        )
-    with collecting(wrong):
+        if value not in known
+    ]
+    with collecting(problems):
         if options.model is None:
-            wrong.append("--model is missing; name a preset, such as llama-3.1-8b")
+            problems.append("--model is missing; name a preset, such as llama-3.1-8b")
         else:
             name, spec = find_model(options.model, length, named)
             spec = with_adapters(spec, options.lora)
-    with collecting(wrong):
-        if options.cluster is None:
-            wrong.append("--cluster is missing; give accelerators and how many, such as h100:8")
-        else:
-            machine = cluster(options.cluster, options.hardware)
+    machine = find_machine(options.cluster, options.hardware, problems)
     if machine is not None:
         if options.precision in PRECISIONS:
-            wrong += no_peak(machine, options.precision)
-        known = weights_on(machine.accelerator)
-        if options.generation_precision not in known:
-            wrong.append(f"--generation-precision {options.generation_precision}: valid here: {', '.join(known)}")
-        wrong += _wrong_split(options, machine.size)
-    if spec is not None and length > spec.max_seq_len:
-        wrong.append(
-            f"--input-len {options.input_len} + --output-max {options.output_max} = {length} tokens, and {name} is "
-            f"meant for {spec.max_seq_len} at most"
-        )
-    with collecting(wrong):
-        answers = None if wrong else _answers(options)
-    if wrong or spec is None or machine is None or answers is None:
-        raise InputError(*wrong)
+            problems += no_peak(machine, options.precision)
+        weights = weights_on(machine.accelerator)
+        if options.generation_precision not in weights:
+            problems.append(f"--generation-precision {options.generation_precision}: valid here: {', '.join(weights)}")
+        problems += _wrong_split(options, machine.size)
+    problems += [] if spec is None else length_problems(name, spec, lengths)
+    with collecting(problems):
+        answers = None if problems else _answers(options)
+    if problems or spec is None or machine is None or answers is None:
+        raise InputError(*problems)
     assert options.prompts is not None
     assert options.group is not None
     assert options.input_len is not None
@@ -165,19 +156,21 @@ def _wrong_numbers(options: PlanRLOptions) -> list[str]:
         "--output-mean": options.output_mean, "--output-max": options.output_max, "--updates": options.updates,
         "--output-p95": options.output_p95,
     }  # fmt: skip
-    wrong = wrong_sizes(sizes, needed=("--prompts", "--group", "--input-len", "--output-mean", "--output-max"))
+    problems = wrong_sizes(sizes, needed=("--prompts", "--group", "--input-len", "--output-mean", "--output-max"))
     mean, most = options.output_mean, options.output_max
     if mean is not None and most is not None and mean >= most > 0:
         valid = f"valid: 1 to {most - 1}" if most > 1 else "valid: an --output-max of 2 or more"
-        wrong.append(f"--output-mean {mean}: not below --output-max {most}; {valid}")
+        problems.append(f"--output-mean {mean}: not below --output-max {most}; {valid}")
     n = (options.prompts or 0) * (options.group or 0)
     if n > MOST_ANSWERS:
-        wrong.append(f"--prompts {options.prompts} x --group {options.group} = {n:,} answers: at most {MOST_ANSWERS:,}")
+        problems.append(
+            f"--prompts {options.prompts} x --group {options.group} = {n:,} answers: at most {MOST_ANSWERS:,}"
+        )
     elif n > 0 and options.updates > 0 and n % options.updates:
-        wrong.append(f"--updates {options.updates} does not divide {n:,} answers (--prompts x --group)")
+        problems.append(f"--updates {options.updates} does not divide {n:,} answers (--prompts x --group)")
     if not 0 <= options.off_policy <= MOST_STEPS:
-        wrong.append(f"--off-policy {options.off_policy}: valid: 0 to {MOST_STEPS}")
-    return wrong + wrong_place("--html", options.html, {".html": "it is named"})
+        problems.append(f"--off-policy {options.off_policy}: valid: 0 to {MOST_STEPS}")
+    return problems + wrong_place("--html", options.html, {".html": "it is named"})
 
 
 def _wrong_split(options: PlanRLOptions, size: int) -> list[str]:

@@ -108,43 +108,49 @@ def plan_serve(options: PlanServeOptions) -> None:
     from shardwright.serving.view import serving_document
 
     with error_console.status("pricing every layout"):
-        found = search(task, options.top)
-        apart = separate(task, found.layouts) if options.separate else None
-        remedies = [] if found.options else list(smaller_need(task))
-    document = serving_document(found, name, apart, options.separate, remedies)
+        result = search(task, options.top)
+        apart = separate(task, result.layouts) if options.separate else None
+        remedies = [] if result.options else list(smaller_need(task))
+    document = serving_document(result, name, apart, options.separate, remedies)
     show(document, options.json, options.html)
-    if not found.best:
+    if not result.best:
         raise typer.Exit(1)
 
 
 def read_task(options: PlanServeOptions) -> "tuple[ServingTask, str]":
     """Return the serving task and the model's name. Raises InputError with every problem at once."""
+    from shardwright.cli.plan_model import find_machine
     from shardwright.serving.engines import GENERATE
     from shardwright.serving.search import ServingTask, Speculation
     from shardwright.serving.setting import Serving
 
-    wrong = _wrong_numbers(options)
-    ttft_s, tpot_s = _read(wrong, "--ttft", options.ttft, _SECONDS), _read(wrong, "--tpot", options.tpot, _SECONDS)
-    rate = _read(wrong, "--rate", options.rate, _RATES, per=True)
-    name, model = _model(options, wrong)
-    machine = _machine(options, wrong)
-    engine = _engine(options, machine, wrong)
+    problems = _wrong_numbers(options)
+    ttft_s, tpot_s = (
+        _read(problems, "--ttft", options.ttft, _SECONDS),
+        _read(problems, "--tpot", options.tpot, _SECONDS),
+    )
+    rate = _read(problems, "--rate", options.rate, _RATES, per=True)
+    name, model = _model(options, problems)
+    machine = find_machine(options.cluster, options.hardware, problems)
+    engine = _engine(options, machine, problems)
     precision, of_weights = options.precision or "bf16", "--precision"
     if options.precision is None and machine is not None and machine.accelerator.on_host:
         precision = "fp32"
     elif options.precision is None and model is not None:
-        precision, of_weights = _published(options, wrong), "--precision (of the published weights)"
+        precision, of_weights = _published(options, problems), "--precision (of the published weights)"
     # Weights in blocks, in int8 or published in fp8 say nothing about the cache, which engines keep in 16 bits.
     own = {"fp32", "bf16", "fp16", *({"fp8"} if options.precision else ())}
     narrow = "bf16" if machine is None or "bf16" in machine.accelerator.flops_per_s else "fp16"
     kv = options.kv_precision or (precision if precision in own else narrow)
     precisions = {of_weights: precision} | ({"--kv-precision": kv} if options.kv_precision else {})
     way_out = "" if options.precision else f"; give --precision {narrow} to plan for weights converted to {narrow}"
-    wrong += [problem + way_out * problem.startswith(of_weights) for problem in _wrong_precisions(precisions, machine)]
+    problems += [
+        problem + way_out * problem.startswith(of_weights) for problem in _wrong_precisions(precisions, machine)
+    ]
     if engine is GENERATE and options.separate:
-        wrong.append("--separate: generate reads prompts and decodes on the same ranks; leave it out")
-    if wrong or model is None or machine is None or options.input_len is None or options.output_len is None:
-        raise InputError(*wrong)
+        problems.append("--separate: generate reads prompts and decodes on the same ranks; leave it out")
+    if problems or model is None or machine is None or options.input_len is None or options.output_len is None:
+        raise InputError(*problems)
     rates = _rates(engine, machine)
     serving = Serving(model=model, cluster=machine, rates=rates, precision=precision, kv_precision=kv)
     speculation = Speculation()
@@ -158,8 +164,8 @@ def read_task(options: PlanServeOptions) -> "tuple[ServingTask, str]":
     return task, name
 
 
-def _published(options: PlanServeOptions, wrong: list[str]) -> str:
-    """Return the format in which the weights of the model were published. Adds problems to `wrong`."""
+def _published(options: PlanServeOptions, problems: list[str]) -> str:
+    """Return the format in which the weights of the model were published. Adds problems to `problems`."""
     from shardwright.cli.plan_model import published_config
     from shardwright.serving.formats import FORMATS, format_of_config, format_of_name
 
@@ -168,40 +174,40 @@ def _published(options: PlanServeOptions, wrong: list[str]) -> str:
     config = published_config(options.model)
     if config is None:
         return format_of_name(options.model) or "bf16"
-    found = format_of_config(config)
-    if found is None:
-        wrong.append(
+    stored = format_of_config(config)
+    if stored is None:
+        problems.append(
             f"--model {options.model}: its quantization_config is of no format that is planned for; give --precision; "
             f"valid: {', '.join(FORMATS)}"
         )
-    return found or "bf16"
+    return stored or "bf16"
 
 
-def _engine(options: PlanServeOptions, machine: "Cluster | None", wrong: list[str]) -> "ServingEngine":
-    """Return the engine whose constants are used. Adds problems to `wrong`."""
+def _engine(options: PlanServeOptions, machine: "Cluster | None", problems: list[str]) -> "ServingEngine":
+    """Return the engine whose constants are used. Adds problems to `problems`."""
     from shardwright.serving.engines import ENGINES, GENERATE, USUAL
 
     chip = None if machine is None else machine.accelerator
     on_host = chip is not None and chip.on_host
-    engines = {each.name: each for each in (*ENGINES, GENERATE)}
+    engines = {engine.name: engine for engine in (*ENGINES, GENERATE)}
     chosen = engines.get(options.engine or (GENERATE if on_host else USUAL).name)
     if chosen is None:
         hint = nearest(options.engine or "", engines)
-        wrong.append(f"--engine {options.engine}: not one that constants are known for; {hint}")
+        problems.append(f"--engine {options.engine}: not one that constants are known for; {hint}")
     elif chip is None:
         return chosen
     elif on_host and chosen is not GENERATE:
-        wrong.append(f"--engine {chosen.name}: that engine runs on GPUs, and {chip.name} is a CPU; valid: generate")
+        problems.append(f"--engine {chosen.name}: that engine runs on GPUs, and {chip.name} is a CPU; valid: generate")
     elif on_host and (chip.rates is None or chip.rates.generation is None):
-        wrong.append(
+        problems.append(
             f"--hardware {options.hardware}: {chip.name} was measured without the passes of generate; measure it "
             f"again: shardwright measure --out {options.hardware} --overwrite"
         )
     elif chosen is GENERATE and not on_host:
-        wrong.append(
+        problems.append(
             f"--engine generate: it is priced on a CPU that `shardwright measure --out mine.toml` has measured, with "
             f"--hardware mine.toml --cluster mine:COUNT, and {chip.name} is none; valid here: "
-            + ", ".join(each.name for each in ENGINES)
+            + ", ".join(engine.name for engine in ENGINES)
         )
     return chosen or USUAL
 
@@ -217,28 +223,24 @@ def _rates(engine: "ServingEngine", machine: "Cluster") -> "Rates":
     return fitted()[0].rates(engine.name, machine.accelerator.die)
 
 
-def _model(options: PlanServeOptions, wrong: list[str]) -> "tuple[str, ModelSpec | None]":
-    """Return the model's name and the model. Adds problems to `wrong`."""
-    from shardwright.cli.plan_model import find_model
+def _model(options: PlanServeOptions, problems: list[str]) -> "tuple[str, ModelSpec | None]":
+    """Return the model's name and the model. Adds problems to `problems`."""
+    from shardwright.cli.plan_model import find_model, length_problems
     from shardwright.serving.models import named
 
     given = options.model or options.run
     if given is None:
-        wrong.append("--model is missing; name a preset, such as llama-3.1-70b, or a run")
+        problems.append("--model is missing; name a preset, such as llama-3.1-70b, or a run")
         return "", None
     if options.model is not None and options.run is not None:
-        wrong.append(f"--model {options.model} and {options.run}: both name a model; leave one out")
+        problems.append(f"--model {options.model} and {options.run}: both name a model; leave one out")
     try:
         name, model = _of_run(given) if isinstance(given, Path) else find_model(given, options.input_len, named)
     except InputError as error:
-        wrong += error.problems
+        problems += error.problems
         return str(given), None
-    length = (options.input_len or 0) + (options.output_len or 0)
-    if length > model.max_seq_len:
-        wrong.append(
-            f"--input-len {options.input_len} + --output-len {options.output_len} = {length} tokens, and {name} is "
-            f"meant for {model.max_seq_len} at most"
-        )
+    lengths = {"--input-len": options.input_len or 0, "--output-len": options.output_len or 0}
+    problems += length_problems(name, model, lengths)
     return name, model
 
 
@@ -254,36 +256,22 @@ def _of_run(path: Path) -> "tuple[str, ModelSpec]":
     return str(path), (load_kept(path) if path.is_dir() else load(file)).spec()
 
 
-def _machine(options: PlanServeOptions, wrong: list[str]) -> "Cluster | None":
-    """Return the cluster. Adds problems to `wrong`."""
-    from shardwright.cost.hardware import cluster
-
-    if options.cluster is None:
-        wrong.append("--cluster is missing; give accelerators and how many, such as h100:8")
-        return None
-    try:
-        return cluster(options.cluster, options.hardware)
-    except InputError as error:
-        wrong += error.problems
-        return None
-
-
 def _wrong_precisions(precisions: dict[str, str], machine: "Cluster | None") -> list[str]:
     """Return the problems of `precisions`, name -> precision."""
     from shardwright.serving.formats import CACHE_BYTES, FORMATS, caches_on, weights_on
 
-    wrong = []
+    problems = []
     for name, precision in precisions.items():
         of_cache = name == "--kv-precision"
         planned = CACHE_BYTES if of_cache else FORMATS
         if precision not in planned:
-            wrong.append(f"{name} {precision}: not one that is planned for; {nearest(precision, planned)}")
+            problems.append(f"{name} {precision}: not one that is planned for; {nearest(precision, planned)}")
         elif machine is not None:
             has = (caches_on if of_cache else weights_on)(machine.accelerator)
             if precision not in has:
                 known = ", ".join(has)
-                wrong.append(f"{name} {precision}: {machine.accelerator.name} has no {precision}; it has {known}")
-    return wrong
+                problems.append(f"{name} {precision}: {machine.accelerator.name} has no {precision}; it has {known}")
+    return problems
 
 
 def _wrong_numbers(options: PlanServeOptions) -> list[str]:
@@ -293,34 +281,36 @@ def _wrong_numbers(options: PlanServeOptions) -> list[str]:
         "--concurrency": options.concurrency,
         "--top": options.top,
     }
-    wrong = wrong_sizes(sizes, needed=("--input-len", "--output-len"))
+    problems = wrong_sizes(sizes, needed=("--input-len", "--output-len"))
     if options.concurrency is not None and options.rate is not None:
-        wrong.append("--concurrency and --rate both say how many requests there are; leave one out")
+        problems.append("--concurrency and --rate both say how many requests there are; leave one out")
     if options.draft_tokens < 0:
-        wrong.append(f"--draft-tokens {options.draft_tokens}: a number of 0 or more is needed")
+        problems.append(f"--draft-tokens {options.draft_tokens}: a number of 0 or more is needed")
     if options.draft_tokens > 0 and options.acceptance is None:
-        wrong.append("--draft-tokens goes with --acceptance X, the share of drafted tokens that are accepted")
+        problems.append("--draft-tokens goes with --acceptance X, the share of drafted tokens that are accepted")
     if options.acceptance is not None and not 0 <= options.acceptance <= 1:
-        wrong.append(f"--acceptance {options.acceptance:g}: a share from 0 to 1 is needed")
+        problems.append(f"--acceptance {options.acceptance:g}: a share from 0 to 1 is needed")
     if options.acceptance is not None and options.draft_tokens == 0:
-        wrong.append("--acceptance goes with --draft-tokens N; give both, or leave it out")
+        problems.append("--acceptance goes with --draft-tokens N; give both, or leave it out")
     if not 0 <= options.draft_cost < math.inf:
-        wrong.append(f"--draft-cost {options.draft_cost:g}: a share of 0 or more is needed")
+        problems.append(f"--draft-cost {options.draft_cost:g}: a share of 0 or more is needed")
     if options.price is not None and not 0 < options.price < math.inf:
-        wrong.append(f"--price {options.price:g}: a price above 0 is needed")
+        problems.append(f"--price {options.price:g}: a price above 0 is needed")
     if options.explain is not None and options.html is not None:
-        wrong.append("--html shows what a search finds, and --explain searches nothing; leave one out")
-    return wrong + wrong_place("--html", options.html, {".html": "it is named"})
+        problems.append("--html shows what a search finds, and --explain searches nothing; leave one out")
+    return problems + wrong_place("--html", options.html, {".html": "it is named"})
 
 
-def _read(wrong: list[str], option: str, text: str | None, units: dict[str, float], per: bool = False) -> float | None:
-    """Return a number with a unit, or add the problem of a text that is not one to `wrong`."""
+def _read(
+    problems: list[str], option: str, text: str | None, units: dict[str, float], per: bool = False
+) -> float | None:
+    """Return a number with a unit, or add the problem of a text that is not one to `problems`."""
     if text is None:
         return None
     form = re.fullmatch(rf"\s*(\d+(?:\.\d+)?|\.\d+)\s*{'/' if per else ''}\s*([a-z]+)\s*", text)
     if form is None or form[2] not in units or not float(form[1]) > 0:
         slash = "/" if per else ""
-        wrong.append(
+        problems.append(
             f"{option} {text}: a number above 0 with its unit is needed: {', '.join(f'5{slash}{u}' for u in units)}"
         )
         return None
@@ -347,18 +337,18 @@ def _layout(text: str, task: "ServingTask") -> "tuple[Degrees, int]":
     from shardwright.serving.setting import Degrees
 
     values = {"tp": 1, "pp": 1, "dp": 1, "ep": 1, "batch": 1}
-    wrong = []
-    for item in filter(None, (each.strip() for each in text.split(","))):
+    problems = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
         key, _, value = item.partition("=")
         if key not in values or not value.isdecimal() or int(value) < 1:
-            wrong.append(f"--explain {item}: write key=number with {', '.join(values)}, such as tp=4,batch=32")
+            problems.append(f"--explain {item}: write key=number with {', '.join(values)}, such as tp=4,batch=32")
         else:
             values[key] = int(value)
-    if wrong:
-        raise InputError(*wrong)
+    if problems:
+        raise InputError(*problems)
     batch = values.pop("batch")
     degrees = Degrees(**values)
-    every = [each.degrees for each in layouts(task.serving.model, task.serving.cluster)]
+    every = [layout.degrees for layout in layouts(task.serving.model, task.serving.cluster)]
     if degrees not in every:
         raise InputError(
             f"--explain {text}: not a layout of {task.serving.cluster.name}; valid: "

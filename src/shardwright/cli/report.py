@@ -57,7 +57,7 @@ def report(
         for option, given in (("--timeline", timeline), ("--trace", trace)):
             if given is not None:
                 raise InputError(f"{option} {given} is for one run, and {len(run_dirs)} are given; leave it out")
-        _compare([read_run(each) for each in run_dirs], out or Path(COMPARISON), picture, json)
+        _compare([read_run(folder) for folder in run_dirs], out or Path(COMPARISON), picture, json)
         return
     run = read_run(run_dirs[0])
     page, curves = out or run.folder / PAGE, picture or run.folder / CURVES
@@ -73,7 +73,7 @@ def report(
     if trace is not None:
         files["trace"] = trace
     if (
-        tokens := next((each.tokens_by_expert for each in reversed(run.train) if each.tokens_by_expert), None)
+        tokens := next((record.tokens_by_expert for record in reversed(run.train) if record.tokens_by_expert), None)
     ) is not None:
         files["expert_load"] = page.with_name(EXPERT_LOAD)
         write_whole(files["expert_load"], dumps({KEY: tokens}).encode())

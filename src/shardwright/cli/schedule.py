@@ -66,7 +66,7 @@ MOST_PASSES = 2**20
 
 @reading_verb
 def schedule(options: ScheduleOptions) -> None:
-    """Show what a pipeline schedule does and what it costs, without running it.
+    """Show the actions, bubble and memory of a pipeline schedule, without running it.
 
     The bubble is the share of time in which ranks are idle. A micro-batch is in flight on a rank from F to the end
     of I or B, and takes some memory until the end of W. Both are counted in micro-batches through a rank's share of
@@ -83,13 +83,13 @@ def schedule(options: ScheduleOptions) -> None:
     if options.compare_all:
         assert options.pp is not None
         assert options.microbatches is not None
-        found = compare(
+        result = compare(
             options.pp, options.microbatches, options.virtual_stages, times, options.limit, kept_for_weight=kept
         )
-        simulations, refused = found.simulations, found.refused
+        simulations, refused = result.simulations, result.refused
         if options.sort is not None:
             key = SORTS[options.sort]
-            simulations = tuple(sorted(simulations, key=lambda each: key(each, kept)))
+            simulations = tuple(sorted(simulations, key=lambda simulation: key(simulation, kept)))
     else:
         simulations = (simulate(_schedule(options, times), times),)
     written = _write(simulations, options)
@@ -100,60 +100,62 @@ def schedule(options: ScheduleOptions) -> None:
 def _check(options: ScheduleOptions) -> Times:
     """Return the times of the actions. Raises InputError for options that are missing, are not valid together, or name
     a path that cannot be written."""
-    wrong = []
+    problems = []
     asked = {"--schedule": options.name, "--compare": options.compare_all or None, "--read": options.read}
     given = [option for option, value in asked.items() if value is not None]
     if len(given) != 1:
-        wrong.append(
+        problems.append(
             f"{' and '.join(given) or 'no schedule'} given; give one of --schedule NAME, --compare, --read FILE.csv"
         )
     sizes = {"--pp": options.pp, "--microbatches": options.microbatches, "--virtual-stages": options.virtual_stages}
     if options.read is not None:
-        wrong += [f"{option} goes with --schedule; --read finds it in the file" for option, n in sizes.items() if n]
+        problems += [f"{option} goes with --schedule; --read finds it in the file" for option, n in sizes.items() if n]
     needed = ("--pp", "--microbatches") if options.read is None else ()
-    wrong += wrong_sizes({**sizes, "--limit": options.limit}, needed)
+    problems += wrong_sizes({**sizes, "--limit": options.limit}, needed)
     if options.limit is not None and options.name in names() and not find(options.name).searched:
-        searched = ", ".join(each for each in names() if find(each).searched)
-        wrong.append(f"--limit {options.limit} is for --schedule {searched}, which is built to keep it; leave it out")
+        searched = ", ".join(name for name in names() if find(name).searched)
+        problems.append(
+            f"--limit {options.limit} is for --schedule {searched}, which is built to keep it; leave it out"
+        )
     passes = math.prod(n or 1 for n in sizes.values())
     if passes > MOST_PASSES:
-        wrong.append(
+        problems.append(
             f"{' x '.join(f'{option} {n}' for option, n in sizes.items() if n)} = {passes:,} micro-batches through a "
             f"stage, and at most {MOST_PASSES:,} are built one by one; shardwright plan prices larger pipelines"
         )
     if not 0 <= options.kept_for_weight <= 1:
-        wrong.append(f"--kept-for-weight {options.kept_for_weight:g}: a share is needed, 0 to 1")
+        problems.append(f"--kept-for-weight {options.kept_for_weight:g}: a share is needed, 0 to 1")
     if options.sort is not None and options.sort not in SORTS:
-        wrong.append(f"--sort {options.sort}: there is no such column to sort by; {nearest(options.sort, SORTS)}")
+        problems.append(f"--sort {options.sort}: there is no such column to sort by; {nearest(options.sort, SORTS)}")
     if options.sort is not None and not options.compare_all:
-        wrong.append("--sort goes with --compare, which has a row for each schedule; leave it out")
+        problems.append("--sort goes with --compare, which has a row for each schedule; leave it out")
     if options.compare_all and options.csv is not None:
-        wrong.append("--csv holds one schedule and --compare shows all; name one with --schedule")
-    wrong += wrong_place("--draw", options.drawing, {".svg": "a picture is named", ".json": "a trace"})
-    wrong += wrong_place("--csv", options.csv) + wrong_place("--html", options.html, {".html": "it is named"})
-    with collecting(wrong):
+        problems.append("--csv holds one schedule and --compare shows all; name one with --schedule")
+    problems += wrong_place("--draw", options.drawing, {".svg": "a picture is named", ".json": "a trace"})
+    problems += wrong_place("--csv", options.csv) + wrong_place("--html", options.html, {".html": "it is named"})
+    with collecting(problems):
         times = _times(options.times, options.comm)
-    if wrong:
-        raise InputError(*wrong)
+    if problems:
+        raise InputError(*problems)
     return times
 
 
 def _times(text: str, comm: float) -> Times:
     """Return the times of `--times` and `--comm`. Raises InputError with every problem of both."""
-    wrong = []
+    problems = []
     try:
         forward, backward_input, weight = times = [float(part) for part in text.split(",")]
     except ValueError:
-        wrong.append(f"--times {text}: three numbers are needed, F,I,W; for example --times 1,1,1")
+        problems.append(f"--times {text}: three numbers are needed, F,I,W; for example --times 1,1,1")
     else:
         if not all(0 <= time < math.inf for time in times):
-            wrong.append(f"--times {text}: a time is a finite number, 0 or more")
+            problems.append(f"--times {text}: a time is a finite number, 0 or more")
         elif not sum(times):
-            wrong.append(f"--times {text}: at least one of them has to be more than 0")
+            problems.append(f"--times {text}: at least one of them has to be more than 0")
     if not 0 <= comm < math.inf:
-        wrong.append(f"--comm {comm:g}: a time is a finite number, 0 or more")
-    if wrong:
-        raise InputError(*wrong)
+        problems.append(f"--comm {comm:g}: a time is a finite number, 0 or more")
+    if problems:
+        raise InputError(*problems)
     return Times(forward, backward_input, weight, comm)
 
 
@@ -167,8 +169,8 @@ def _schedule(options: ScheduleOptions, times: Times) -> Schedule:
         assert options.microbatches is not None
         sizes = options.pp, options.microbatches, options.virtual_stages
         schedule = build(options.name, *sizes, times, options.limit, kept_for_weight=options.kept_for_weight)
-    if wrong := problems(schedule):
-        raise ScheduleError(*(f"{options.read or options.name}: {problem}" for problem in wrong))
+    if broken := problems(schedule):
+        raise ScheduleError(*(f"{options.read or options.name}: {problem}" for problem in broken))
     return schedule
 
 

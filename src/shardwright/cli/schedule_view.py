@@ -70,7 +70,7 @@ def schedules_view(
     simulations: Sequence[Simulation], refused: Mapping[str, str], kept_for_weight: float
 ) -> VerbDocument:
     """Return the document of schedules of the same sizes. `refused`: name -> why a schedule is not possible."""
-    data = {"schedules": [_data(each, kept_for_weight) for each in simulations], "refused": refused}
+    data = {"schedules": [_data(simulation, kept_for_weight) for simulation in simulations], "refused": refused}
     parts = list(_comparison(simulations, kept_for_weight)) if simulations else []
     if refused:
         parts += [Section("not at these sizes"), Code("\n".join(refused.values()))]
@@ -85,25 +85,27 @@ def _comparison(simulations: Sequence[Simulation], kept_for_weight: float) -> It
     yield Note(_memory_words(kept_for_weight))
     rows = [
         (
-            each.schedule.name,
-            each.schedule.n_stages,
-            f"{each.bubble_rate:.1%}{'*' if each.schedule.staggered else ' '}",
-            each.makespan,
-            max(each.peak_in_flight_shares),
-            max(each.peak_memory_shares(kept_for_weight)),
-            f"{parameters_held(each.schedule):g}x",
-            count_messages(each.schedule),
+            simulation.schedule.name,
+            simulation.schedule.n_stages,
+            f"{simulation.bubble_rate:.1%}{'*' if simulation.schedule.staggered else ' '}",
+            simulation.makespan,
+            max(simulation.peak_in_flight_shares),
+            max(simulation.peak_memory_shares(kept_for_weight)),
+            f"{parameters_held(simulation.schedule):g}x",
+            count_messages(simulation.schedule),
         )
-        for each in simulations
+        for simulation in simulations
     ]
     names = "schedule", "stages", "bubble", "makespan", "in flight", "memory", "weights", "messages"
     kinds = WORDS, NUMBER, NUMBER, TIME, COUNTED, TIME, NUMBER, NUMBER
     staggered = ", ".join(
-        f"{each.schedule.name} {_bubble_of_makespan(each):.1%}" for each in simulations if each.schedule.staggered
+        f"{simulation.schedule.name} {_bubble_of_makespan(simulation):.1%}"
+        for simulation in simulations
+        if simulation.schedule.staggered
     )
     rest = f"* between a rank's own first and last action; of the makespan: {staggered}" if staggered else ""
-    yield Table([Column(*each) for each in zip(names, kinds, strict=True)], rows, rest)
-    timelines = [planned(each, kept_for_weight) for each in simulations]
+    yield Table([Column(*column) for column in zip(names, kinds, strict=True)], rows, rest)
+    timelines = [planned(simulation, kept_for_weight) for simulation in simulations]
     yield Picture("timelines", "", lambda: svg(timelines, curves=False), "", own_scale=True)
 
 
@@ -126,7 +128,7 @@ def _ranks(simulation: Simulation, kept_for_weight: float) -> Table:
     ]
     names = "rank", "stages", "first", "last", "starts", "ends", "bubble", "in flight", "memory"
     kinds = WORDS, WORDS, WORDS, WORDS, TIME, TIME, SHARE, COUNTED, TIME
-    return Table([Column(*each) for each in zip(names, kinds, strict=True)], rows)
+    return Table([Column(*column) for column in zip(names, kinds, strict=True)], rows)
 
 
 def _bubble_words(simulation: Simulation) -> str:
@@ -183,7 +185,7 @@ IDLE = "\N{MIDDLE DOT}"
 def timeline_text(timeline: ScheduleTimeline, width: int) -> Text | None:
     """Return a line for each rank: op and micro-batch at the start of an action, as long as the action lasts, and a dot
     where the rank is idle. None if the shortest action has no room for its name in `width` characters."""
-    actions = [each for spans in timeline.spans for each in spans if each[2] > each[1]]
+    actions = [span for spans in timeline.spans for span in spans if span[2] > span[1]]
     if not actions:
         return None
     margin = len(f"rank {len(timeline.spans) - 1} ")

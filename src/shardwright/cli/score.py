@@ -87,7 +87,7 @@ def score(options: ScoreOptions) -> None:
         scores = None if options.check else score_texts(request)
     except InputError as error:
         raise InputError(
-            *(f"{options.file}, {each}" if each.startswith("line ") else each for each in error.problems)
+            *(f"{options.file}, {problem}" if problem.startswith("line ") else problem for problem in error.problems)
         ) from None
     if compared is not None:
         show(agreement_view(compared), options.json, None)

@@ -68,14 +68,14 @@ def sweep(options: SweepOptions) -> None:
     from shardwright.training.sweep import best_by_flops, fit_power_law, parse_grid, sweep_runs
     from shardwright.training.sweep_view import sweep_document, sweep_svg
 
-    wrong = wrong_place("--draw", options.draw, {".svg": "a picture is named"})
-    wrong += wrong_place("--html", options.html, {".html": "a page is named"})
-    wrong += ["--out is missing; give a folder for the runs"] * (options.out is None)
-    wrong += [] if options.out is None or (at_url := problem_above(options.out)) is None else [f"--out {at_url}"]
-    wrong += [f"--on {options.on}: valid: slurm, whose jobs have arrays"] * (options.on not in (None, "slurm"))
-    wrong += wrong_sizes({"--per-node": options.per_node, "--cpus": options.cpus})
-    if wrong or options.out is None:
-        raise InputError(*wrong)
+    problems = wrong_place("--draw", options.draw, {".svg": "a picture is named"})
+    problems += wrong_place("--html", options.html, {".html": "a page is named"})
+    problems += ["--out is missing; give a folder for the runs"] * (options.out is None)
+    problems += [] if options.out is None or (at_url := problem_above(options.out)) is None else [f"--out {at_url}"]
+    problems += [f"--on {options.on}: valid: slurm, whose jobs have arrays"] * (options.on not in (None, "slurm"))
+    problems += wrong_sizes({"--per-node": options.per_node, "--cpus": options.cpus})
+    if problems or options.out is None:
+        raise InputError(*problems)
     runs = sweep_runs(options.run, options.overrides or (), parse_grid(options.grid or ()), options.out)
     if options.on is not None:
         _write_array(runs, options, options.out)

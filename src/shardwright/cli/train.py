@@ -65,10 +65,10 @@ def train(
         return
     if run_file is None:
         raise typer.BadParameter("name a run file, such as examples/debug.toml", param_hint="RUN_FILE")
-    from shardwright.training.start import start
-
     extra = ['checkpoint.resume="auto"'] if resume else []
     config = load(run_file, [*(overrides or []), *extra], started=True)
+    from shardwright.training.start import start  # it imports torch, which takes longer than to refuse a run file
+
     if dryrun_first:
         _refuse_what_does_not_fit(config)
     ended = start(config, quiet=json, max_restarts=max_restarts)
@@ -95,14 +95,16 @@ def _refuse_what_does_not_fit(config: RunConfig) -> None:
         memory_bytes = config.memory_gib * GiB
     how = how_of(memory_bytes, "gpu" if device.type == "cuda" else "cpu", steps=2, imbalance=1.0)
     with progress("running dry") as tell:
-        found = dry_run(config, how, fullest_by_plan(config), tell=tell)
-    needed = f"{format_bytes(found.needed_bytes(found.fullest))} of the {format_bytes(how.limit_bytes)}"
-    if not found.fits:
-        ways = [f"it fits with {each.change} ({format_bytes(each.needed_bytes)})" for each in found.remedies or ()]
+        result = dry_run(config, how, fullest_by_plan(config), tell=tell)
+    needed = f"{format_bytes(result.needed_bytes(result.fullest))} of the {format_bytes(how.limit_bytes)}"
+    if not result.fits:
+        ways = [
+            f"it fits with {remedy.change} ({format_bytes(remedy.needed_bytes)})" for remedy in result.remedies or ()
+        ]
         raise InputError(
-            f"rank {found.fullest.rank} needs {needed} that it may; " + ("; or ".join(ways) or "no change was found")
+            f"rank {result.fullest.rank} needs {needed} that it may; " + ("; or ".join(ways) or "no change was found")
         )
-    error_console.print(f"dry run: rank {found.fullest.rank} needs {needed} that it may")
+    error_console.print(f"dry run: rank {result.fullest.rank} needs {needed} that it may")
 
 
 def _print_keys(json: bool) -> None:

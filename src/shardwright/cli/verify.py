@@ -1,4 +1,4 @@
-"""shardwright verify: does the layout of a run file compute what one process computes?"""
+"""shardwright verify: compare the layout of a run file with one process."""
 
 import time
 from collections.abc import Sequence
@@ -103,7 +103,7 @@ class VerifyOptions(FromOptions):
 
 @reading_verb
 def verify(options: VerifyOptions) -> None:
-    """Prove that a layout computes what one process computes.
+    """Prove that a layout computes the same losses, gradients and parameters as one process.
 
     The layout of the run file and one process in plain PyTorch train the same model for a few steps, from the same
     seed on the same random batch with ragged loss masks; once with plain SGD, once with the run file's optimizer.
@@ -144,7 +144,7 @@ def verify(options: VerifyOptions) -> None:
         elif _is_too_large(configs, options):
             _reduced(verifier, _settled(configs[0]), options)
         else:
-            configs = [_settled(each) for each in configs]
+            configs = [_settled(config) for config in configs]
             sides = _sides(configs, options)
             second = sides[1] if options.overrides_b is not None else None
             _one(verifier, *sides[0], second, options, [sizes(configs[0], sides[0][0])])
@@ -157,9 +157,9 @@ def _settled(config: "RunConfig") -> "RunConfig":
 
     if not needs_memory(config):
         return config
-    found, chosen = settled(config, share_bytes(config.layout.layout().world_size))
+    shown, chosen = settled(config, share_bytes(config.layout.layout().world_size))
     error_console.print(f"recompute auto: {chosen} of a rank")
-    return found
+    return shown
 
 
 def _is_too_large(configs: "Sequence[RunConfig]", options: VerifyOptions) -> bool:
@@ -192,13 +192,13 @@ def _of_matrix(config: "RunConfig", world_size: int, options: VerifyOptions) -> 
     lengths = dict.fromkeys(stage.seq_len for stage in config.batch.schedule.stages)
     chosen, true = layouts(config.spec(), world_size, *lengths), _true_case(config, options)
     if true.fp8 is not None:
-        chosen = [each.changed(compress_gradients="none", compress_weights="none") for each in chosen]
-    chosen = [each for each in chosen if not [*replica_problems(true.spec, each, true.fp8)]]
+        chosen = [layout.changed(compress_gradients="none", compress_weights="none") for layout in chosen]
+    chosen = [layout for layout in chosen if not [*replica_problems(true.spec, layout, true.fp8)]]
     if not config.optimizer.kind.can_offload:
-        chosen = [each.changed(offload_optimizer="none") for each in chosen]
+        chosen = [layout.changed(offload_optimizer="none") for layout in chosen]
     chosen = list(dict.fromkeys(chosen))
     if options.full:
-        chosen = [each for each in chosen if true.shares(each)]
+        chosen = [layout for layout in chosen if true.shares(layout)]
     if not chosen:
         raise InputError(
             f"--matrix {world_size}: no layout of {world_size} ranks fits this model and batch; try another N"
@@ -210,17 +210,17 @@ def _sides(configs: "Sequence[RunConfig]", options: VerifyOptions) -> "list[tupl
     """Return the case to train and the layout to verify, for each run file."""
     from shardwright.verification.cut_case import cut, cut_layout
 
-    chosen = [each.layout.layout() for each in configs]
+    chosen = [config.layout.layout() for config in configs]
     # Both sides train on one global batch, which is reduced for the side with the larger micro-batches.
-    true = _true_case(max(configs, key=lambda each: each.batch.micro_batch), options)
+    true = _true_case(max(configs, key=lambda config: config.batch.micro_batch), options)
     case = true if options.full else cut(true, chosen)
     cases = [
         replace(
             case,
-            micro_batch=each.batch.micro_batch if options.full else min(each.batch.micro_batch, case.micro_batch),
-            stages=_stages(case, _true_case(each, options), options),
+            micro_batch=config.batch.micro_batch if options.full else min(config.batch.micro_batch, case.micro_batch),
+            stages=_stages(case, _true_case(config, options), options),
         )
-        for each in configs
+        for config in configs
     ]
     if not options.full:
         chosen = [cut_layout(layout, true, case) for layout in chosen]
@@ -261,34 +261,34 @@ def _configs(options: VerifyOptions) -> "list[RunConfig]":
     from shardwright.config import flat
 
     overrides, overrides_b = options.overrides or [], options.overrides_b
-    wrong = wrong_place("--html", options.html, {".html": "it is named"})
+    problems = wrong_place("--html", options.html, {".html": "it is named"})
     if options.against != "single":
-        wrong.append(
+        problems.append(
             f"--against {options.against}: valid is single; to compare with another layout use --set-b KEY=VALUE"
         )
-    wrong += dtype_problems(options.dtype)
+    problems += dtype_problems(options.dtype)
     if overrides_b is not None and options.matrix is not None:
-        wrong.append("--set-b names a second layout and --matrix compares all with one process; leave one out")
+        problems.append("--set-b names a second layout and --matrix compares all with one process; leave one out")
     configs: list[RunConfig] = []
     try:
         read = run_reader(options, options.run_file)
     except InputError as error:
-        raise InputError(*wrong, *error.problems) from None
-    for each in [overrides] if overrides_b is None else [overrides, [*overrides, *overrides_b]]:
+        raise InputError(*problems, *error.problems) from None
+    for changes in [overrides] if overrides_b is None else [overrides, [*overrides, *overrides_b]]:
         try:
-            configs.append(read(each))
+            configs.append(read(changes))
         except InputError as error:
-            wrong += [problem for problem in error.problems if problem not in wrong]
+            problems += [problem for problem in error.problems if problem not in problems]
     if len(configs) == 2:
         one, two = (flat(config.model_dump()) for config in configs)
         changed = [key for key in one if one[key] != two[key]]
         if other := [key for key in changed if not key.startswith("layout.") and key != "batch.micro_batch"]:
-            wrong.append(
+            problems.append(
                 f"--set-b changes {', '.join(other)}, which makes it another training, not another layout of the same; "
                 f"valid: layout.* and batch.micro_batch; put the change into --set, where it holds for both"
             )
-    if wrong:
-        raise InputError(*wrong)
+    if problems:
+        raise InputError(*problems)
     return configs
 
 
@@ -318,9 +318,9 @@ def _trainer(trainer: str, options: VerifyOptions) -> None:
 
 def _check_options_of_trainer(options: VerifyOptions) -> None:
     """Raise InputError for options that cannot be combined with --trainer."""
-    wrong = wrong_place("--html", options.html, {".html": "it is named"})
+    problems = wrong_place("--html", options.html, {".html": "it is named"})
     if options.dtype not in ("float64", "float32"):
-        wrong.append(f"--dtype {options.dtype}: a trainer is compared in its own matmuls; valid: float64, float32")
+        problems.append(f"--dtype {options.dtype}: a trainer is compared in its own matmuls; valid: float64, float32")
     given = {
         "--set-b": options.overrides_b is not None,
         "--compile": options.compile,
@@ -329,15 +329,15 @@ def _check_options_of_trainer(options: VerifyOptions) -> None:
         "--against": options.against != "single",
         **dict.fromkeys(options.given(), True),
     }
-    wrong += [f"{name} is for layouts of a run file; leave it out with --trainer" for name in given if given[name]]
+    problems += [f"{name} is for layouts of a run file; leave it out with --trainer" for name in given if given[name]]
     if options.matrix is not None and options.world is not None:
-        wrong.append(
+        problems.append(
             f"--matrix {options.matrix} is the number of ranks of each layout; leave out --world {options.world}"
         )
     if options.full and options.run_file is None:
-        wrong.append("--full: there is no run file to take the sizes from; name one, or use --set model.*")
-    if wrong:
-        raise InputError(*wrong)
+        problems.append("--full: there is no run file to take the sizes from; name one, or use --set model.*")
+    if problems:
+        raise InputError(*problems)
 
 
 def _one(

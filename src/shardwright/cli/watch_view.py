@@ -71,13 +71,13 @@ def state_in_words(run: FollowedRun) -> str:
     step, steps, runs = run.step, run.config.steps, run.runs
     if step >= steps:
         return f"all {steps:,} steps are done" + (", the run goes on to its end" if runs else "")
-    told = f"step {step:,} of {steps:,}"
+    words = f"step {step:,} of {steps:,}"
     if runs is False:
-        return f"stopped after {told}: its process is gone; written last {_ago(run)}; {_way_on(run)}"
+        return f"stopped after {words}: its process is gone; written last {_ago(run)}; {_way_on(run)}"
     left = f", {format_seconds(_left_s(run))} of steps left" if run.train else ""
     if runs is None:
-        return f"{told}{left}; not a process of this machine, written last {_ago(run)}"
-    return f"{told}{left}; written last {_ago(run)}"
+        return f"{words}{left}; not a process of this machine, written last {_ago(run)}"
+    return f"{words}{left}; written last {_ago(run)}"
 
 
 def _left_s(run: FollowedRun) -> float:

@@ -18,10 +18,10 @@ _SIZES = ("global_batch", "micro_batch", "seq_len")
 class BatchStageSection(RunFileSection):
     """Another batch from a step on. A size that is not given is as in the stage before."""
 
-    from_step: Positive | None = Field(None, description="steps that are done when this stage begins")
+    from_step: Positive | None = Field(None, description="steps that are done when this stage starts")
     from_tokens: Annotated[float, Field(gt=0)] | None = Field(
         None,
-        description="instead of from_step, the tokens that are done: the stage begins at the first step with as many",
+        description="instead of from_step, the tokens that are done: the stage starts at the first step with as many",
     )
     global_batch: Counted | None = Field(None, description="sequences of a step, over all ranks")
     micro_batch: Counted | None = Field(None, description="sequences a rank runs at a time")
@@ -49,7 +49,7 @@ class BatchStage:
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The stages of a run, in order; the first begins at step 0.
+    """The stages of a run, in order; the first starts at step 0.
 
     A sample of the data has the tokens of the longest sequence of the run. A stage with shorter sequences cuts each
     sample into sequences, and a step takes whole samples, so that the order of samples does not depend on the stages.
@@ -82,7 +82,7 @@ class BatchSchedule:
         return stage.tokens_before + (steps - stage.from_step) * stage.tokens
 
     def steps(self, tokens: float) -> int:
-        """Return the steps, at least one, whose tokens are nearest to `tokens`; it is after the last stage begins."""
+        """Return the steps, at least one, whose tokens are nearest to `tokens`; it is after the last stage starts."""
         last = self.stages[-1]
         return last.from_step + max(1, round((tokens - last.tokens_before) / last.tokens))
 
@@ -118,7 +118,7 @@ class BatchSection(RunFileSection):
         """Return the keys to set, as --set names them, with their values, so that in no stage global_batch or
         micro_batch, whichever `size` is, is above `most`."""
         keys = {f"batch.{size}": getattr(self, size)}
-        keys |= {f"batch.stages.{n}.{size}": getattr(each, size) or 1 for n, each in enumerate(self.stages)}
+        keys |= {f"batch.stages.{n}.{size}": getattr(stage, size) or 1 for n, stage in enumerate(self.stages)}
         return {key: most for key, value in keys.items() if value > most}
 
     def of_stage(self, stage: BatchStage) -> "BatchSection":
@@ -128,15 +128,15 @@ class BatchSection(RunFileSection):
 
 @lru_cache(maxsize=64)
 def _schedule(global_batch: int, micro_batch: int, seq_len: int, later: tuple[BatchStageSection, ...]) -> BatchSchedule:
-    found = [BatchStage(0, 0, global_batch, micro_batch, seq_len)]
+    stages = [BatchStage(0, 0, global_batch, micro_batch, seq_len)]
     for given in later:
-        before, begins = found[-1], given.from_step
+        before, begins = stages[-1], given.from_step
         if begins is None:
             begins = before.from_step + ceil(((given.from_tokens or 0) - before.tokens_before) / before.tokens)
         sizes = {name: getattr(given, name) or getattr(before, name) for name in _SIZES}
         tokens_before = before.tokens_before + (begins - before.from_step) * before.tokens
-        found.append(BatchStage(begins, tokens_before, **sizes))
-    return BatchSchedule(tuple(found))
+        stages.append(BatchStage(begins, tokens_before, **sizes))
+    return BatchSchedule(tuple(stages))
 
 
 def stage_problems(batch: BatchSection, steps: int | None) -> list[str]:
@@ -190,9 +190,9 @@ def _length_problems(batch: BatchSection) -> Iterator[str]:
 
 def _nearest_divisors(n: int, near: int) -> list[int]:
     """Return the largest divisor of `n` below `near` and the smallest above it."""
-    found = divisors(n)
-    after = bisect_right(found, near)
-    return found[after - 1 : after + 1]
+    every = divisors(n)
+    after = bisect_right(every, near)
+    return every[after - 1 : after + 1]
 
 
 def data_problems(batch: BatchSection, data: DataSection) -> Iterator[str]:

@@ -18,7 +18,7 @@ class CheckpointSection(RunFileSection):
     resume: str = Field(
         "no",
         json_schema_extra=PATH,
-        description="no: start anew, refuse a folder that holds a run; auto: continue from the last good checkpoint "
+        description="no: start from step 0, refuse a folder that holds a run; auto: continue from the last good checkpoint "
         "if there is one; or the path of a checkpoint, of this or another run",
     )
     async_mode: Literal["disabled", "async"] = Field(
@@ -29,7 +29,7 @@ class CheckpointSection(RunFileSection):
     )
     on_error: Literal["stop", "continue"] = Field(
         "stop",
-        description="what a run does when a checkpoint cannot be written: stop, or continue with a message and an "
+        description="reaction of a run to a checkpoint that cannot be written: stop, or continue with a message and an "
         "event; the last checkpoint of a run always has to be written",
     )
     retries: Annotated[int, Field(ge=0, le=10)] = Field(

@@ -100,10 +100,10 @@ def profile_problems(profile: ProfileSection, steps: int | None, world_size: int
                     f"profile.{name}={getattr(profile, name)} without profile.first_step: no step is traced; set "
                     f"profile.first_step, or leave {name} out"
                 )
-    if world_size is not None and (wrong := [rank for rank in profile.ranks if not 0 <= rank < world_size]):
+    if world_size is not None and (outside := [rank for rank in profile.ranks if not 0 <= rank < world_size]):
         yield (
             f"profile.ranks={profile.ranks}: the layout has {world_size} ranks, so there is no rank "
-            f"{', '.join(map(str, wrong))}; valid: 0 to {world_size - 1}"
+            f"{', '.join(map(str, outside))}; valid: 0 to {world_size - 1}"
         )
     if profile.memory and device == "cpu":
         yield MEMORY_ON_CPU.format(device="device='cpu'")

@@ -50,9 +50,9 @@ def mixtures_of(data: DataSection) -> list[Mixture]:
 def whole_weights(weights: list[float]) -> tuple[int, ...]:
     """Return the smallest integers in the ratio of `weights` as written in decimal: 0.7, 0.3 -> 7, 3."""
     exact = [Fraction(str(weight)) for weight in weights]
-    scale = lcm(*(each.denominator for each in exact))
-    whole = [int(each * scale) for each in exact]
-    return tuple(each // gcd(*whole) for each in whole)
+    scale = lcm(*(weight.denominator for weight in exact))
+    whole = [int(weight * scale) for weight in exact]
+    return tuple(weight // gcd(*whole) for weight in whole)
 
 
 def mixture_problems(data: DataSection, steps: int | None) -> Iterator[str]:
@@ -88,7 +88,7 @@ def _prepare_problems(source: SourceSection, order: str) -> Iterator[str]:
     if source.prepare[0].startswith("-"):
         yield f"prepare={source.prepare!r} starts with an option; its first element is SRC, such as 'hf:NAME' or a file"
     for option in ("--out", "--publish", "--overwrite", "--keep-gib"):
-        if any(each.split("=")[0] == option for each in source.prepare):
+        if any(argument.split("=")[0] == option for argument in source.prepare):
             yield f"prepare: remove {option}; the run passes `--out PATH --publish` and data.keep_gib"
 
 

@@ -72,7 +72,7 @@ class OptimizerSection(RunFileSection):
         kind = OPTIMIZERS.get(self.name)
         given = self.model_extra or {}
         if kind is None:
-            options = {name for each in OPTIMIZERS.values() for name in each.options}
+            options = {name for optimizer in OPTIMIZERS.values() for name in optimizer.options}
             valid = sorted({*type(self).model_fields, *options})
             raise BrokenRules(
                 f"optimizer.name={self.name!r} is not known; {nearest(self.name, OPTIMIZERS)}",
@@ -82,12 +82,12 @@ class OptimizerSection(RunFileSection):
                     if key not in options
                 ),
             )
-        found = [problem for key, value in given.items() if (problem := self._problem(kind, key, value))]
-        if not found:
-            found = [*kind.problems(self.options)]
-            found += kind.narrow_problems(self.options) if self.state_dtype == "bf16" else ()
-        if found:
-            raise BrokenRules(*found)
+        problems = [problem for key, value in given.items() if (problem := self._problem(kind, key, value))]
+        if not problems:
+            problems = [*kind.problems(self.options)]
+            problems += kind.narrow_problems(self.options) if self.state_dtype == "bf16" else ()
+        if problems:
+            raise BrokenRules(*problems)
         return self
 
     def _problem(self, kind: OptimizerKind, key: str, value: Any) -> str | None:

@@ -40,7 +40,7 @@ class PrecisionSection(RunFileSection):
     loss_scale_hysteresis: Positive = Field(
         2,
         description="fp16 only: number of overflows after which the loss scale is halved; every overflow skips its "
-        "step; counted anew when the scale is doubled",
+        "step; counted from 0 again when the scale is doubled",
     )
     min_loss_scale: Scale = Field(1.0, description="fp16 only: the loss scale is not halved below this power of 2")
 
@@ -114,18 +114,18 @@ class PrecisionSection(RunFileSection):
                 f"{said} with precision.compute={self.compute!r}: only fp16 has a loss scale, since its smallest "
                 f"number is 6e-8 where fp32 and bf16 go down to 1e-38; leave it out, or set precision.compute='fp16'"
             ]
-        found = []
+        problems = []
         for name in ("loss_scale", "min_loss_scale"):
             value: float = getattr(self, name)
             below = 2.0 ** math.floor(math.log2(value))
             if value != below:
-                found.append(
+                problems.append(
                     f"precision.{name}={value:g} is no power of 2, so dividing gradients by it would round them; "
                     f"nearest: {below:g} or {2 * below:g}"
                 )
         if self.min_loss_scale > self.loss_scale:
-            found.append(
+            problems.append(
                 f"precision.min_loss_scale={self.min_loss_scale:g} is above precision.loss_scale={self.loss_scale:g}; "
                 f"lower the one or raise the other"
             )
-        return found
+        return problems

@@ -134,7 +134,7 @@ def change_paths(table: dict[str, Any], change: Callable[[str], str], section: A
             if isinstance(value, str) and (name, value) not in (("resume", "auto"), ("resume", "no")):
                 table[name] = change(value)
             elif isinstance(value, list):  # a list of extensions, whose other entries are module names
-                table[name] = [change(each) if str(each).endswith(".py") else each for each in value]
+                table[name] = [change(item) if str(item).endswith(".py") else item for item in value]
         elif inner is not None:
             for below in value if isinstance(value, list) else [value]:
                 if isinstance(below, dict):
@@ -155,11 +155,13 @@ def _valid_part(table: dict[str, Any], error: ValidationError) -> dict[str, Any]
     """Return the top-level sections and keys of a run file in which pydantic found no error, by name. A section whose
     only errors are unknown keys is returned without these keys, so that its rules are checked as well."""
     problems = error.errors()
-    unknown = {each["loc"] for each in problems if each["type"] == "extra_forbidden" and len(each["loc"]) == 2}
-    wrong = {each["loc"][0] for each in problems if each["loc"] not in unknown}
+    unknown = {
+        problem["loc"] for problem in problems if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 2
+    }
+    invalid = {problem["loc"][0] for problem in problems if problem["loc"] not in unknown}
     result: dict[str, Any] = {}
     for name, field in RunConfig.model_fields.items():
-        if name in wrong:
+        if name in invalid:
             continue
         section = _section_of(field.annotation)
         if name not in table:
@@ -253,18 +255,18 @@ def _meant(path: Sequence[str]) -> str:
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the keys of a run file by their paths: {"layout": {"tp": 2}} -> {"layout.tp": 2}."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in values.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
+        result |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return result
 
 
 def keys_named(name: str) -> list[str]:
     """Return the keys of a run file whose last part is `name`, with their sections: `tp` -> [`layout.tp`]; keys of the
     items of a list only if no other key has the name."""
-    found = [key for key in _paths(RunConfig) if key.split(".")[-1] == name]
-    depth = min((key.count(".") for key in found), default=0)
-    return [key for key in found if key.count(".") == depth]
+    keys = [key for key in _paths(RunConfig) if key.split(".")[-1] == name]
+    depth = min((key.count(".") for key in keys), default=0)
+    return [key for key in keys if key.count(".") == depth]
 
 
 def _paths(section: Any, prefix: str = "") -> Iterator[str]:
@@ -277,9 +279,9 @@ def _paths(section: Any, prefix: str = "") -> Iterator[str]:
 
 def model_of(annotation: Any) -> Any:
     """Return the section model of a run-file field."""
-    found = _section_of(annotation)
-    assert found is not None, annotation
-    return found
+    section = _section_of(annotation)
+    assert section is not None, annotation
+    return section
 
 
 def _section_of(annotation: Any) -> Any:

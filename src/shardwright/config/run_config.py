@@ -116,64 +116,63 @@ class RunConfig(RunFileSection):
 def broken_rules(valid: Mapping[str, Any]) -> list[str]:
     """Return one sentence for each broken rule between keys. `valid`: top-level sections and keys of a run file by
     name. A rule is skipped if one of its keys is missing."""
-    found: list[str] = []
+    result: list[str] = []
     model, batch, data, lr_schedule = (valid.get(name) for name in ("model", "batch", "data", "lr_schedule"))
     spec, layout = None, None
     lengths: list[int] = []
     if REMOTE in (out := str(valid.get("out", ""))):
-        found.append(f"out={out!r} is a URL; it is a folder of this machine: checkpoint.durable takes URLs")
+        result.append(f"out={out!r} is a URL; it is a folder of this machine: checkpoint.durable takes URLs")
     lora = valid.get("lora") or LoraSection()
-    with collecting(found, ConfigError):
+    with collecting(result, ConfigError):
         spec = model and replace(model.spec(), lora=lora.spec)
     spec_problems = spec.problems() if spec else []
     if spec and spec.mup and (section := valid.get("optimizer")):
-        found += section.mup_problems()
-    found += [f"model.{problem}" for problem in spec_problems]
-    found += _lora_problems(lora, spec if not spec_problems else None, valid.get("init"))
-    with collecting(found, LayoutError):
+        result += section.mup_problems()
+    result += [f"model.{problem}" for problem in spec_problems]
+    result += _lora_problems(lora, spec if not spec_problems else None, valid.get("init"))
+    with collecting(result, LayoutError):
         layout = valid["layout"].layout() if "layout" in valid else None
     if batch:
-        found += (wrong := stage_problems(batch, valid.get("steps")))
-        stages = [batch] if wrong else [batch.of_stage(stage) for stage in batch.schedule.stages]
+        result += (of_stages := stage_problems(batch, valid.get("steps")))
+        stages = [batch] if of_stages else [batch.of_stage(stage) for stage in batch.schedule.stages]
         lengths = [stage.seq_len for stage in stages]
         for number, stage in enumerate(stages):
             problems = _batch_problems(stage, spec, bool(spec_problems), layout, valid.get("precision"))
-            found += [
-                f"batch.stages.{number - 1}: {each}" if number else each for each in problems if each not in found
-            ]
-        found += data_problems(batch, data) if data and not wrong else []
+            where = f"batch.stages.{number - 1}: " if number else ""
+            result += [where + problem for problem in problems if problem not in result]
+        result += data_problems(batch, data) if data and not of_stages else []
     if layout and (precision := valid.get("precision")):
-        found += _compression_problems(layout, precision)
-        found += _graph_problems(layout, precision, data)
+        result += _compression_problems(layout, precision)
+        result += _graph_problems(layout, precision, data)
     how, layers = valid["layout"].recomputation if "layout" in valid else ("none", None)
     if how == AUTO and layers is not None:
-        found = [problem for problem in found if "recompute_layers" not in problem]
-        found.append(
+        result = [problem for problem in result if "recompute_layers" not in problem]
+        result.append(
             f"layout.recompute_layers={layers} is decided by layout.recompute={AUTO!r}; leave it out, or set recompute "
             f"to 'selective' or 'full'"
         )
     if layout and (section := valid.get("optimizer")):
-        found += section.kind.offload_problems(layout.offload_optimizer)
-    if (init := valid.get("init")) and init.optimizer and init.weights is None:
-        found.append("init.optimizer=true goes with init.weights, the checkpoint whose moments it takes; give that too")
+        result += section.kind.offload_problems(layout.offload_optimizer)
+    if init := valid.get("init"):
+        result += init.problems()
     if checkpoint := valid.get("checkpoint"):
-        found += checkpoint_problems(checkpoint, layout)
+        result += checkpoint_problems(checkpoint, layout)
     faults = valid.get("faults") or FaultsSection()
-    found += fault_problems(faults, layout, data, valid.get("checkpoint"), valid.get("precision"))
+    result += fault_problems(faults, layout, data, valid.get("checkpoint"), valid.get("precision"))
     if average := valid.get("average"):
-        found += average_problems(average, valid.get("steps"))
+        result += average_problems(average, valid.get("steps"))
     if metrics := valid.get("metrics"):
-        found += metrics.problems()
+        result += metrics.problems()
     if profile := valid.get("profile"):
-        world_size = layout.world_size if layout else None
-        found += profile_problems(profile, valid.get("steps"), world_size, valid.get("device", "auto"))
+        n_ranks = layout.world_size if layout else None
+        result += profile_problems(profile, valid.get("steps"), n_ranks, valid.get("device", "auto"))
     if lr_schedule:
-        found += _lr_schedule_problems(lr_schedule, valid.get("steps"))
+        result += _lr_schedule_problems(lr_schedule, valid.get("steps"))
     if data:
-        found += mixture_problems(data, valid.get("steps"))
-        found += _document_problems(data, None if spec_problems else spec)
-    found += _preference_problems(valid.get("preference") or PreferenceSection(), data, spec, layout, lengths)
-    return found
+        result += mixture_problems(data, valid.get("steps"))
+        result += _document_problems(data, None if spec_problems else spec)
+    result += _preference_problems(valid.get("preference") or PreferenceSection(), data, spec, layout, lengths)
+    return result
 
 
 def _lora_problems(lora: LoraSection, spec: ModelSpec | None, init: InitSection | None) -> Iterator[str]:
@@ -202,14 +201,14 @@ def _batch_problems(
     precision: PrecisionSection | None,
 ) -> list[str]:
     """Return the broken rules of the batch of one stage; `wrong_model`: the model itself breaks rules."""
-    found = list(_length_problems(spec, batch)) if spec else []
+    result = list(_length_problems(spec, batch)) if spec else []
     if layout:
-        with collecting(found, LayoutError):
-            found += schedule_problems(layout, accumulation(batch.global_batch, batch.micro_batch, layout.data_ranks))
+        with collecting(result, LayoutError):
+            result += schedule_problems(layout, accumulation(batch.global_batch, batch.micro_batch, layout.data_ranks))
         if spec and not wrong_model:
-            found += split_problems(spec, layout, batch.seq_len)
-            found += _fp8_problems(spec, layout, batch, precision)
-    return found
+            result += split_problems(spec, layout, batch.seq_len)
+            result += _fp8_problems(spec, layout, batch, precision)
+    return result
 
 
 def _length_problems(spec: ModelSpec, batch: BatchSection) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -108,8 +109,8 @@ class ModelSection(_ModelOverrides):
     @property
     def folder(self) -> str | None:
         """The value of `from`."""
-        found: str | None = getattr(self, "from")
-        return found
+        folder: str | None = getattr(self, "from")
+        return folder
 
     def spec(self) -> ModelSpec:
         """Return the preset or the folder's model, with the changes of this section.
@@ -233,7 +234,7 @@ class SourceSection(RunFileSection):
 class StageSection(RunFileSection):
     """Other weights from a step on."""
 
-    from_step: int = Field(description="steps that are done when this stage begins")
+    from_step: int = Field(description="steps that are done when this stage starts")
     weights: dict[str, float] = Field(description="name of a source = its weight; a source not named takes no part")
 
 
@@ -359,7 +360,7 @@ class ScheduleSection(RunFileSection):
 
     by: Literal["steps", "tokens"] = Field(
         "steps",
-        description="what the warm-up and the fall are proportional to; tokens differ from steps with batch.stages",
+        description="unit of the warm-up and the fall; tokens differ from steps with batch.stages",
     )
     shape: Literal["cosine", "wsd", "constant"] = Field(
         "cosine", description="after warm-up: half a cosine; warm-up, stable, linear decay; or flat"
@@ -370,17 +371,22 @@ class ScheduleSection(RunFileSection):
 
 
 class InitSection(RunFileSection):
-    """What a new run begins with: random weights, unless some are given. Step, data and learning rate begin anew."""
+    """Initial weights of a new run: random, unless some are given. Step, data and learning rate start at 0."""
 
     weights: str | None = Field(
         None,
         json_schema_extra=PATH,
-        description="weights to begin with: a folder of Hugging Face transformers, one that `shardwright import` "
+        description="weights to start with: a folder of Hugging Face transformers, one that `shardwright import` "
         "wrote, a checkpoint, or a run, whose newest checkpoint is taken",
     )
     optimizer: bool = Field(
         False, description="also take the moments of the optimizer and their step counts, which a checkpoint has"
     )
+
+    def problems(self) -> Iterator[str]:
+        """Yield one sentence for each broken rule between the keys."""
+        if self.optimizer and self.weights is None:
+            yield "init.optimizer=true goes with init.weights, the checkpoint whose moments it takes; give that too"
 
 
 class LoraSection(RunFileSection):

@@ -35,8 +35,8 @@ def settled(config: RunConfig, memory_bytes: float, margin: float = MARGIN) -> t
     layout, fullest = config.layout.layout(), of_fullest_stage(config)
     limit = (1 - margin) * (memory_bytes if config.memory_gib is None else config.memory_gib * GiB)
     chosen = least_recomputation(job_of(fullest), layout, fullest.batch.micro_batch, limit)
-    found = {name: getattr(chosen.layout, name) for name in ("recompute", "recompute_layers")}
-    return with_recomputation(config, **found), str(chosen)
+    recomputation = {name: getattr(chosen.layout, name) for name in ("recompute", "recompute_layers")}
+    return with_recomputation(config, **recomputation), str(chosen)
 
 
 def of_fullest_stage(config: RunConfig) -> RunConfig:
@@ -44,10 +44,10 @@ def of_fullest_stage(config: RunConfig) -> RunConfig:
     formulas of the plan, or for precision.compute='fp64' by the tokens of a micro-batch; the last of several."""
     from shardwright.planner.recomputation import peak_bytes
 
-    def needed(each: RunConfig) -> float:
-        if each.precision.compute == "fp64":
-            return each.batch.micro_batch * each.batch.seq_len
-        return peak_bytes(job_of(each), each.layout.layout(), each.batch.micro_batch)
+    def needed(config: RunConfig) -> float:
+        if config.precision.compute == "fp64":
+            return config.batch.micro_batch * config.batch.seq_len
+        return peak_bytes(job_of(config), config.layout.layout(), config.batch.micro_batch)
 
     return max(reversed(config.by_stage), key=needed) if config.batch.stages else config
 

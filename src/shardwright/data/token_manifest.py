@@ -1,4 +1,4 @@
-"""The manifest of a folder of tokens: its shards with sizes and checksums, and what the tokens are."""
+"""The manifest of a folder of tokens: its shards with sizes and checksums, and the type and source of the tokens."""
 
 import hashlib
 import json

@@ -58,7 +58,13 @@ class LaunchJob:
     @property
     def train(self) -> list[str]:
         """The words of the command after `python -m`."""
-        return ["shardwright", "train", self.run_file, "--resume", *(f"--set={each}" for each in self.overrides)]
+        return [
+            "shardwright",
+            "train",
+            self.run_file,
+            "--resume",
+            *(f"--set={override}" for override in self.overrides),
+        ]
 
     def torchrun(self, node_rank: str, address: str) -> list[str]:
         """Return the words of torchrun on one node. `node_rank`, `address`: as the scheduler expands them."""
@@ -179,8 +185,8 @@ def _sky_task(job: LaunchJob) -> str:
 
 
 JOB_FORMATS = {
-    each.name: each
-    for each in (
+    row.name: row
+    for row in (
         JobFormat("slurm", "train.sbatch", "sbatch {}", {}, partial(_rendered, "train.sbatch")),
         JobFormat(
             "kubernetes", "train.yaml", "kubectl apply -f {}", {"image": "registry/shardwright:1", "claim": "runs"},
@@ -225,7 +231,7 @@ def job_problems(job: LaunchJob, world_size: int, layout: str) -> Iterator[str]:
     given = [
         *texts.items(),
         ("--out" if job.array else "RUN.toml", job.run_file),
-        *(("--set", each) for each in job.overrides),
+        *(("--set", override) for override in job.overrides),
     ]
     for option, value in given:
         if value and SINGLE_LINE.fullmatch(value) is None:

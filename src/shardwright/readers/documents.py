@@ -83,7 +83,7 @@ def _of_node(node: yaml.MappingNode, prefix: str, path: Path, depth: int) -> Ite
         if isinstance(value, yaml.MappingNode) and value.value:
             yield from _of_node(value, f"{name}.", path, depth + 1)
         elif isinstance(value, yaml.SequenceNode):
-            yield Setting(name, [str(_scalar(each)) for each in value.value], where)
+            yield Setting(name, [str(_scalar(item)) for item in value.value], where)
         else:
             yield Setting(name, _scalar(value), where)
 
@@ -100,14 +100,14 @@ def _merged(node: yaml.MappingNode, path: Path, depth: int) -> dict[str, tuple[y
             kind = "list" if isinstance(key, yaml.SequenceNode) else "mapping"
             raise InputError(f"{path}:{key.start_mark.line + 1}: a key is a {kind}; valid: a word or a number")
         if key.value in own:
-            first, again = (each.start_mark.line + 1 for each in (own[key.value][0], key))
+            first, again = (key.start_mark.line + 1 for key in (own[key.value][0], key))
             raise InputError(f"{path}:{again}: {key.value} is stated twice; line {first} has it too: leave one out")
         if key.value != "<<":
             own[key.value] = (key, value)
         if key.value == "<<":
-            for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-                if isinstance(each, yaml.MappingNode):
-                    result = _merged(each, path, depth - 1) | result
+            for mapping in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                if isinstance(mapping, yaml.MappingNode):
+                    result = _merged(mapping, path, depth - 1) | result
     return result | own
 
 

@@ -28,7 +28,7 @@ _KNOWN = ("gb200", "gb300", "b200", "b300", "h200", "h100", "a100", "mi300x", "h
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line adds to a configuration: the ranks of --cluster, and values that replace the file's."""
+    """Additions of the command line to a configuration: the ranks of --cluster, and values that replace the file's."""
 
     world_size: int | None = None
     model: ModelSpec | None = None
@@ -120,7 +120,7 @@ def read_configuration(paths: Sequence[Path], request: Request) -> ForeignRun:
         raise InputError(*unknown, *error.problems) from None
     if unknown:
         raise InputError(*unknown)
-    described = replace(described, stated={name: each.value for name, each in stated.items()})
+    described = replace(described, stated={name: setting.value for name, setting in stated.items()})
     if described.model is not model and (problems := described.model.problems()):
         raise InputError(*(f"{sources[0].path}: {problem}" for problem in problems))
     records = system.records(values, settings)  # with what describe found to have no counterpart
@@ -182,14 +182,14 @@ def alternatives(run: ForeignRun, job: Job, memory_margin: float, top: int, proc
         plan = search(job, memory_margin=memory_margin, top=4 * top, fixed=able, processes=processes)
     except LayoutError:
         return []
-    found = [_equal_stages(each) for each in plan.best]
-    fitting = [each for each in found if each.fits(plan.limit_bytes)]
-    fitting.sort(key=lambda each: each.step_s)
+    candidates = [_equal_stages(candidate) for candidate in plan.best]
+    fitting = [candidate for candidate in candidates if candidate.fits(plan.limit_bytes)]
+    fitting.sort(key=lambda candidate: candidate.step_s)
     result: list[Instead] = []
-    for each in fitting:
-        changes = _changes(run, each.choice)
+    for candidate in fitting:
+        changes = _changes(run, candidate.choice)
         if changes and not any(set(before.changes) <= set(changes) for before in result):
-            result.append(Instead(each, changes))
+            result.append(Instead(candidate, changes))
     return result[:top]
 
 
@@ -203,7 +203,7 @@ def _equal_stages(priced: PricedLayout) -> PricedLayout:
 
 
 def _changes(run: ForeignRun, choice: Choice) -> tuple[tuple[str, str | None, str | None], ...]:
-    before, after = (run.system.write(run.described, each) for each in (run.choice, choice))
+    before, after = (run.system.write(run.described, taken) for taken in (run.choice, choice))
     return tuple(
         (run.system.spell(name), _text(run.system, before.get(name)), _text(run.system, after.get(name)))
         for name in {**before, **after}

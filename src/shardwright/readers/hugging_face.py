@@ -140,15 +140,15 @@ def _dialect(values: Values) -> str:
     """Return deepspeed, fsdp or ddp, which the files choose."""
     kind = values["distributed_type"].upper()
     if kind == "MEGATRON_LM":
-        values.wrong("distributed_type", "give Megatron-LM's own arguments; supported: DEEPSPEED, FSDP, MULTI_GPU")
+        values.refuse("distributed_type", "give Megatron-LM's own arguments; supported: DEEPSPEED, FSDP, MULTI_GPU")
     starts = (_ZERO, "deepspeed_config.", "train_batch_size", "train_micro_batch_size_per_gpu")
     deepspeed = any(name.startswith(starts) for name in values.settings)
     if kind == "DEEPSPEED" or (deepspeed and kind != "FSDP"):
         if values["fsdp"]:
-            values.wrong("fsdp", "contradicts DeepSpeed; leave one out")
+            values.refuse("fsdp", "contradicts DeepSpeed; leave one out")
         return "deepspeed"
     if kind == "FSDP" and any(name.startswith(_ZERO) for name in values.settings):
-        values.wrong("distributed_type", "contradicts DeepSpeed's zero_optimization; leave one out")
+        values.refuse("distributed_type", "contradicts DeepSpeed's zero_optimization; leave one out")
     return "fsdp" if kind == "FSDP" or values["fsdp"] else "ddp"
 
 
@@ -156,11 +156,11 @@ def _number(values: Values, *names: str) -> int | None:
     """Return the first of some options that the files state as a number; 'auto' leaves it to the next one. Two that
     differ are a problem."""
     stated = [name for name in names if values.given(name) and str(values.settings[name].value).lower() != "auto"]
-    found = [(name, values[name]) for name in stated if values[name] is not None]
-    if len({value for _, value in found}) > 1:
-        (one, first), (other, second) = found[0], next(each for each in found if each[1] != found[0][1])
-        values.wrong(other, f"contradicts {one} {first} ({values.settings[one].where}); {second} is not {first}")
-    return found[0][1] if found else None
+    given = [(name, values[name]) for name in stated if values[name] is not None]
+    if len({value for _, value in given}) > 1:
+        (one, first), (other, second) = given[0], next(option for option in given if option[1] != given[0][1])
+        values.refuse(other, f"contradicts {one} {first} ({values.settings[one].where}); {second} is not {first}")
+    return given[0][1] if given else None
 
 
 def describe(values: Values) -> DescribedRun:
@@ -175,8 +175,8 @@ def describe(values: Values) -> DescribedRun:
     if seq_len is None:
         values.problems.append(f"{values.source}: the length of sequences is missing; give --seq-len, such as 4096")
     for name in ("deepspeed", "deepspeed_config.deepspeed_config_file"):
-        if values[name] and not any(each.startswith((_ZERO, "train_")) for each in values.settings):
-            values.wrong(name, "is DeepSpeed's configuration, which is not read from here; give it by another --from")
+        if values[name] and not any(name.startswith((_ZERO, "train_")) for name in values.settings):
+            values.refuse(name, "is DeepSpeed's configuration, which is not read from here; give it by another --from")
     dialect = _dialect(values)
     settings = _degrees(values, world, dialect)
     data_ranks = settings["dp_shard"] * settings["dp_replicate"]
@@ -213,8 +213,8 @@ def _batch(values: Values, data_ranks: int) -> tuple[int, int]:
         micro = whole // (data_ranks * (steps or 1))
         values.assumed.append(f"micro-batch {micro}: train_batch_size / ({data_ranks} data ranks x {steps or 1})")
     if not micro:
-        batches = {name: each for name, each in values.settings.items() if "batch" in name}
-        autos = [f"{each.where}: {name} 'auto'" for name, each in batches.items() if each.value == "auto"]
+        batches = {name: setting for name, setting in values.settings.items() if "batch" in name}
+        autos = [f"{setting.where}: {name} 'auto'" for name, setting in batches.items() if setting.value == "auto"]
         why = f"{autos[0]} is taken from TrainingArguments" if autos else f"{values.source}: the micro-batch is missing"
         values.problems.append(
             f"{why}; give per_device_train_batch_size in another --from FILE.json, or --global-batch"
@@ -222,7 +222,7 @@ def _batch(values: Values, data_ranks: int) -> tuple[int, int]:
         return 1, data_ranks
     stated = micro * data_ranks * (steps or 1)
     if whole is not None and steps is not None and whole != stated:
-        values.wrong(
+        values.refuse(
             "train_batch_size",
             f"is not micro-batch {micro} x accumulation {steps} x {data_ranks} data ranks = {stated}",
         )
@@ -265,7 +265,7 @@ def _zero(values: Values, dialect: str) -> int:
     if dialect == "deepspeed":
         stage = _number(values, f"{_ZERO}stage", "deepspeed_config.zero_stage")
         if stage not in (None, 0, 1, 2, 3):
-            values.wrong(f"{_ZERO}stage", "valid: 0, 1, 2, 3")
+            values.refuse(f"{_ZERO}stage", "valid: 0, 1, 2, 3")
             return 0
         return stage or 0
     if dialect == "ddp":
@@ -276,7 +276,7 @@ def _zero(values: Values, dialect: str) -> int:
         return 2 if any(keeps) else 3
     name = next((word for word in words if word in STRATEGIES), values[f"{_FSDP}fsdp_sharding_strategy"].lower())
     if name not in STRATEGIES:
-        values.wrong(f"{_FSDP}fsdp_sharding_strategy", f"valid: {', '.join(STRATEGIES)}")
+        values.refuse(f"{_FSDP}fsdp_sharding_strategy", f"valid: {', '.join(STRATEGIES)}")
     return STRATEGIES.get(name, 3)
 
 
@@ -289,7 +289,7 @@ def _offload(values: Values, dialect: str, zero: int) -> dict[str, str]:
     places = {"none": "none", "cpu": "cpu", "nvme": "disk"}
     for name in ("offload_optimizer_device", "offload_param_device"):
         if values[f"deepspeed_config.{name}"] not in places:
-            values.wrong(f"deepspeed_config.{name}", f"valid: {', '.join(places)}")
+            values.refuse(f"deepspeed_config.{name}", f"valid: {', '.join(places)}")
             return {}
     if dialect == "fsdp" and (values[f"{_FSDP}fsdp_offload_params"] or "offload" in values["fsdp"]):
         return {"offload_optimizer": "cpu", "offload_parameters": "cpu"}

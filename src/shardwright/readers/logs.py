@@ -58,13 +58,13 @@ class LogFormat:
 
 
 def _number(pattern: str, line: str) -> float | None:
-    found = re.search(pattern + _NUMBER, line)
-    return None if found is None else float(found[1])
+    match = re.search(pattern + _NUMBER, line)
+    return None if match is None else float(match[1])
 
 
 def _whole(pattern: str, line: str) -> int | None:
-    found = re.search(pattern + rf"({_WHOLE.pattern})\b", line)
-    return None if found is None else int(found[1])
+    match = re.search(pattern + rf"({_WHOLE.pattern})\b", line)
+    return None if match is None else int(match[1])
 
 
 def _megatron(line: str, at: int) -> LoggedStep | None:
@@ -111,7 +111,7 @@ def _mlperf(line: str, at: int) -> LoggedStep | None:
         return None
     step = metadata.get("step")
     seconds, speed = value.get("train_step_time"), value.get("throughput")
-    if not isinstance(step, int) or not all(_is_amount(each) for each in (seconds, speed)):
+    if not isinstance(step, int) or not all(_is_amount(value) for value in (seconds, speed)):
         return None
     if seconds:
         return LoggedStep(step, at, float(seconds))
@@ -192,7 +192,7 @@ def _text_steps(path: Path, system: str) -> tuple[str, list[LoggedStep], list[st
             for form in FORMATS:
                 if form.mark.search(part):
                     parts[form.name].append((n_lines, part))
-    kind = max(FORMATS, key=lambda each: len(parts[each.name]))
+    kind = max(FORMATS, key=lambda row: len(parts[row.name]))
     if not parts[kind.name]:
         raise InputError(f"{path}: no step times in {n_lines} lines; supported: {SUPPORTED}")
     steps, unread = [], []
@@ -214,12 +214,12 @@ def _log(path: Path, kind: str, steps: Sequence[LoggedStep], remarks: Sequence[s
     """Return a log with each step once. Raises InputError if no step has a time."""
     valid = {}
     remarks = list(remarks)
-    for each in steps:
-        speeds = each.seconds, each.tokens_per_s, each.samples_per_s
+    for step in steps:
+        speeds = step.seconds, step.tokens_per_s, step.samples_per_s
         if all(value == 0 or VALID[0] < value < VALID[1] for value in speeds) and any(speeds):
-            valid[each.step] = each
+            valid[step.step] = step
         else:
-            remarks.append(f"{path}:{each.line}: step {each.step} has no valid time; left out")
+            remarks.append(f"{path}:{step.line}: step {step.step} has no valid time; left out")
     if not valid:
         raise InputError(f"{path}: no line has a step with its time; supported: {SUPPORTED}", *remarks[:3])
     return TrainingLog(path, kind, tuple(valid.values()), tuple(remarks[:5]))
@@ -227,11 +227,11 @@ def _log(path: Path, kind: str, steps: Sequence[LoggedStep], remarks: Sequence[s
 
 def batch_problems(log: TrainingLog, job: Job) -> Iterator[str]:
     """Yield the contradiction between the batch of a log and the batch of the configuration."""
-    for each in log.steps:
-        if each.global_batch not in (None, job.global_batch):
+    for step in log.steps:
+        if step.global_batch not in (None, job.global_batch):
             yield (
-                f"{log.path}:{each.line}: global batch size {each.global_batch}, and the configuration has "
-                f"{job.global_batch}; give the configuration of this run, or --global-batch {each.global_batch}"
+                f"{log.path}:{step.line}: global batch size {step.global_batch}, and the configuration has "
+                f"{job.global_batch}; give the configuration of this run, or --global-batch {step.global_batch}"
             )
             return
 
@@ -270,14 +270,14 @@ MOST_WARM = 10
 
 def step_times(log: TrainingLog, job: Job) -> StepTimes:
     """Return the step times of a log, with its warm-up: the first records that are slow."""
-    seconds = [each.step_s(job) for each in log.steps]
+    seconds = [step.step_s(job) for step in log.steps]
     whole, warm = median(seconds), 0
     while warm < min(MOST_WARM, len(seconds) // 4) and seconds[warm] > SLOW * whole:
         warm += 1
     steady = sorted(seconds[warm:])
     quarter = len(steady) // 4
     spread = (steady[-1 - quarter] - steady[quarter]) / 1.349 / median(steady)
-    return StepTimes(tuple(each.step for each in log.steps), tuple(seconds), warm, spread)
+    return StepTimes(tuple(step.step for step in log.steps), tuple(seconds), warm, spread)
 
 
 FEWEST_STEPS = 5
@@ -287,5 +287,5 @@ FEWEST_STEPS = 5
 def joined_times(times: Sequence[StepTimes]) -> tuple[float, float]:
     """Return the step time of equal runs, and the standard deviation of its logarithm: the spread of their steps, which
     the cost model does not explain, and infinity if a log has fewer than `FEWEST_STEPS` steps after its warm-up."""
-    noise = [each.spread if each.n_steady >= FEWEST_STEPS else math.inf for each in times]
-    return math.exp(fmean(math.log(each.median_s) for each in times)), max(noise)
+    noise = [run_times.spread if run_times.n_steady >= FEWEST_STEPS else math.inf for run_times in times]
+    return math.exp(fmean(math.log(run_times.median_s) for run_times in times)), max(noise)

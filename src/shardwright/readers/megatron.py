@@ -51,7 +51,7 @@ def describe(values: Values) -> DescribedRun:
         settings["offload_activations"] = "cpu"
     optimizer = _OPTIMIZERS.get(values["optimizer"])
     if optimizer is None:
-        values.wrong("optimizer", f"has no counterpart; supported: {', '.join(_OPTIMIZERS)}")
+        values.refuse("optimizer", f"has no counterpart; supported: {', '.join(_OPTIMIZERS)}")
     precision, stack = _precision(values), _stack(values)
     try:
         layout = Layout(**settings)
@@ -82,12 +82,12 @@ def _stages(values: Values, seq_len: int, global_batch: int, unit: int) -> tuple
     if values.given("global_batch_size") and values.settings["global_batch_size"].where.startswith("--"):
         values.changes["rampup_batch_size"] = "--global-batch replaces the batches of all steps"
         return ()
-    if len(ramp) != 3 or not all(re.fullmatch(r"[0-9]{1,15}", each) for each in ramp):
-        values.wrong("rampup_batch_size", "three whole numbers are needed: start, increment and samples")
+    if len(ramp) != 3 or not all(re.fullmatch(r"[0-9]{1,15}", part) for part in ramp):
+        values.refuse("rampup_batch_size", "three whole numbers are needed: start, increment and samples")
         return ()
     start, increment, samples = map(int, ramp)
     if min(start, increment, samples) < 1 or start >= global_batch or (global_batch - start) % increment:
-        values.wrong(
+        values.refuse(
             "rampup_batch_size",
             f"the batch grows from {start} by {increment}, and not to the global batch of {global_batch}; valid: a "
             f"start below it, and an increment that divides the difference, {max(0, global_batch - start)}",
@@ -95,26 +95,26 @@ def _stages(values: Values, seq_len: int, global_batch: int, unit: int) -> tuple
         return ()
     n = (global_batch - start) // increment
     if n > _MOST_INCREMENTS:
-        values.wrong("rampup_batch_size", f"{n:,} increments; at most {_MOST_INCREMENTS:,} are read")
+        values.refuse("rampup_batch_size", f"{n:,} increments; at most {_MOST_INCREMENTS:,} are read")
         return ()
     rounds = values["decrease_batch_size_if_needed"]
-    found: list[PlannedStage] = []
+    stages: list[PlannedStage] = []
     consumed = 0
     for stage in range(n + 1):
         batch = start + stage * increment
         batch = batch // unit * unit if rounds else batch
         if not batch or batch % unit:
-            values.wrong(
+            values.refuse(
                 "rampup_batch_size",
                 f"a step of {start + stage * increment} sequences is no multiple of micro-batch x data ranks, {unit}; "
                 f"give multiples of it, or {values.spell('decrease_batch_size_if_needed')}",
             )
             return ()
         n_steps = max(0, math.ceil(((stage + 1) * samples / n - consumed) / batch))
-        if (n_steps or stage == n) and (not found or found[-1].global_batch != batch):
-            found.append(PlannedStage(consumed * seq_len, batch, seq_len))
+        if (n_steps or stage == n) and (not stages or stages[-1].global_batch != batch):
+            stages.append(PlannedStage(consumed * seq_len, batch, seq_len))
         consumed += n_steps * batch
-    return tuple(found)
+    return tuple(stages)
 
 
 def _world(values: Values) -> tuple[int, int | None]:
@@ -139,7 +139,7 @@ def _degrees(values: Values, world_size: int, has_experts: bool) -> dict[str, An
     pp, cp = values["pipeline_model_parallel_size"], values["context_parallel_size"]
     for name, degree in (("tensor", tp), ("pipeline", pp), ("context", cp)):
         if degree < 1:
-            values.wrong(f"{name}_{'model_' * (name != 'context')}parallel_size", "1 or more is needed")
+            values.refuse(f"{name}_{'model_' * (name != 'context')}parallel_size", "1 or more is needed")
     inner = max(tp, 1) * max(pp, 1) * max(cp, 1)
     dp, rest = divmod(world_size, inner)
     if rest or not dp:
@@ -153,13 +153,13 @@ def _degrees(values: Values, world_size: int, has_experts: bool) -> dict[str, An
         cut = values["expert_tensor_parallel_size"]
         experts = values["expert_model_parallel_size"] * (tp if cut is None else cut)
     elif values["expert_model_parallel_size"] > 1:
-        values.wrong("expert_model_parallel_size", f"needs {values.spell('num_experts')}, which is missing")
+        values.refuse("expert_model_parallel_size", f"needs {values.spell('num_experts')}, which is missing")
     zero, replicas = _zero(values), values["num_distributed_optimizer_instances"] or 1
     if zero == 0 and experts > cp * tp and dp > 1:
         zero = 1
         values.assumed.append("zero 1 instead of 0: here experts are partitioned over ranks that shard states")
     if dp % replicas:
-        values.wrong("num_distributed_optimizer_instances", f"does not divide the {dp} data-parallel ranks")
+        values.refuse("num_distributed_optimizer_instances", f"does not divide the {dp} data-parallel ranks")
         replicas = 1
     if dp * cp == 1:
         zero = 0
@@ -167,7 +167,7 @@ def _degrees(values: Values, world_size: int, has_experts: bool) -> dict[str, An
     sequence_parallel = bool(values["sequence_parallel"]) and tp > 1
     method = values["cp_comm_type"][0]
     if method not in _CP or len(set(values["cp_comm_type"])) > 1:
-        values.wrong("cp_comm_type", f"has no price; supported: one of {', '.join(_CP)} for all layers")
+        values.refuse("cp_comm_type", f"has no price; supported: one of {', '.join(_CP)} for all layers")
     return {
         "tp": tp,
         "pp": pp,
@@ -203,7 +203,7 @@ def _pipeline(values: Values, n_layers: int) -> dict[str, Any]:
     if layers := values["num_layers_per_virtual_pipeline_stage"]:
         virtual, rest = divmod(n_layers, pp * layers)
         if rest or not virtual:
-            values.wrong(
+            values.refuse(
                 "num_layers_per_virtual_pipeline_stage", f"{n_layers} layers are not pp={pp} x a whole number of those"
             )
             return {}
@@ -212,21 +212,21 @@ def _pipeline(values: Values, n_layers: int) -> dict[str, Any]:
         values.problems.append(f"{values.source}: {n_stages} pipeline stages; valid: at most {MOST_LAYERS}")
         return {}
     middle = n_stages - (first is not None) * virtual - (last is not None) * virtual
-    each, rest = divmod(n_layers + sum(ends) - (first or 0) - (last or 0), max(middle, 1))
-    if rest or each < 1 or middle < 0:
+    per_stage, rest = divmod(n_layers + sum(ends) - (first or 0) - (last or 0), max(middle, 1))
+    if rest or per_stage < 1 or middle < 0:
         values.problems.append(
             f"{values.source}: {values.spelled('num_layers')} {n_layers} cannot be partitioned equally into {n_stages} "
             f"stages, as Megatron-LM does; state the layers of the first or last stage "
             f"({values.spell('decoder_first_pipeline_num_layers')})"
         )
         return {}
-    stages = [each] * n_stages
-    stages[0], stages[-1] = each - ends[0], each - ends[1]
+    stages = [per_stage] * n_stages
+    stages[0], stages[-1] = per_stage - ends[0], per_stage - ends[1]
     for count, place in ((first, 0), (last, -1)):
         if count is not None and virtual == 1:
             stages[place] = count
         elif count is not None:
-            values.wrong("decoder_first_pipeline_num_layers", "with virtual stages it has no counterpart")
+            values.refuse("decoder_first_pipeline_num_layers", "with virtual stages it has no counterpart")
     result: dict[str, Any] = {"stage_layers": tuple(stages)}
     return result | ({"pp_schedule": INTERLEAVED, "virtual_stages": virtual} if virtual > 1 else {})
 
@@ -234,7 +234,7 @@ def _pipeline(values: Values, n_layers: int) -> dict[str, Any]:
 def _recompute(values: Values) -> dict[str, Any]:
     kind = values["recompute_granularity"] or values["activations_checkpoint_granularity"]
     if kind == "full" and values["recompute_activations"]:
-        values.wrong("recompute_activations", "contradicts recompute_granularity full; leave one out")
+        values.refuse("recompute_activations", "contradicts recompute_granularity full; leave one out")
     if kind is None:
         whole = values["checkpoint_activations"] or values["activations_checkpoint_method"]
         kind = "full" if whole else "selective" if values["recompute_activations"] else None
@@ -255,7 +255,7 @@ def _recompute(values: Values) -> dict[str, Any]:
 
 def _precision(values: Values) -> str:
     if values["bf16"] and values["fp16"]:
-        values.wrong("fp16", "contradicts bf16; leave one out")
+        values.refuse("fp16", "contradicts bf16; leave one out")
     if values["fp8_format"] or values["fp8"] or values["fp8_hybrid"] or values["fp8_e4m3"]:
         return _FP8[values["fp8_recipe"]]
     if not values["bf16"] and not values["fp16"]:

@@ -103,13 +103,13 @@ def _activation(values: Values) -> Any:
         return "swiglu_clamped"
     given = [name for name in _FUNCTIONS if values[name]]
     if len({_FUNCTIONS[name] for name in given}) > 1:
-        values.wrong(given[-1], f"contradicts {values.spelled(given[0])}; leave one out")
+        values.refuse(given[-1], f"contradicts {values.spelled(given[0])}; leave one out")
     gated = bool(values["gated_linear_unit"])
     function = _FUNCTIONS[given[0]] if given else "silu" if gated else ""
     if function == "gelu":
         return "geglu_tanh" if gated or values["quick_geglu"] else "gelu_tanh"
     if function == "relu2" and gated:
-        values.wrong("squared_relu", f"contradicts {values.spelled('gated_linear_unit')}; leave one out")
+        values.refuse("squared_relu", f"contradicts {values.spelled('gated_linear_unit')}; leave one out")
     return {"silu": "swiglu", "relu2": "relu2"}.get(function, "gelu")
 
 
@@ -118,7 +118,7 @@ def _positions(values: Values) -> Any:
     if values["use_rotary_position_embeddings"] or values["enable_gpt_oss"] or kind in ("rope", "yarn"):
         return "rope"
     if kind == "relative":
-        values.wrong("position_embedding_type", "a bias of scores by distance has no price; supported: rope, yarn, "
+        values.refuse("position_embedding_type", "a bias of scores by distance has no price; supported: rope, yarn, "
                      "learned_absolute, none and mrope")  # fmt: skip
     if kind in ("none", "mrope"):
         values.changes["position_embedding_type"] = f"{kind} has no counterpart: priced as rope"
@@ -223,7 +223,7 @@ def _dense_layers(values: Values, n_layers: int) -> dict[str, Any]:
     if isinstance(pattern, int):
         pattern = [int(layer % pattern == 0) for layer in range(n_layers)]
     if 1 not in pattern:
-        values.wrong("moe_layer_freq", "no layer has experts; leave --num-experts out")
+        values.refuse("moe_layer_freq", "no layer has experts; leave --num-experts out")
         return {}
     first = pattern.index(1)
     if first and pattern == [int((layer + 1) % (first + 1) == 0) for layer in range(n_layers)]:
@@ -236,7 +236,7 @@ def _refuse_mamba(values: Values) -> None:
     """Add a problem for layers of Mamba: the rest of the model would be priced as if they were attention."""
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model"):
         if values[name] and ("M" in str(values[name]) or values[name] is True):
-            values.wrong(name, "layers of Mamba have no price; supported: layers of attention, and of gated_delta_net")
+            values.refuse(name, "layers of Mamba have no price; supported: layers of attention, and of gated_delta_net")
 
 
 def _windows(values: Values, n_layers: int) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def _windows(values: Values, n_layers: int) -> dict[str, Any]:
     if not sizes:
         return {}
     if not re.fullmatch(r"\d{1,9}", sizes[0]):
-        values.wrong("window_size", "not the tokens before and after, such as 127,0")
+        values.refuse("window_size", "not the tokens before and after, such as 127,0")
         return {}
     full = _by_layer(values, "window_attn_skip_freq", n_layers)
     more: dict[str, Any] = {}
@@ -278,7 +278,7 @@ def _linear_attention(values: Values, n_layers: int) -> LinearAttentionSpec | No
         full = [layer for layer, linear in enumerate(pattern) if not linear]
         interval = full[0] + 1 if full else 0
         if full != (list(range(interval - 1, n_layers, interval)) if interval else []):
-            values.wrong("linear_attention_freq", "only every n-th layer may have full attention; supported: a number")
+            values.refuse("linear_attention_freq", "only every n-th layer may have full attention; supported: a number")
         pattern = interval
     return LinearAttentionSpec(
         n_k_heads=values["linear_num_key_heads"],
@@ -304,7 +304,9 @@ def _by_layer(values: Values, name: str, n_layers: int) -> int | list[int] | Non
         return pattern
     if isinstance(pattern, list) and len(pattern) == n_layers and set(pattern) <= {0, 1}:
         return pattern
-    values.wrong(name, f"not a number of 1 or more, or a list of 0 and 1 for {n_layers} layers, such as ([0]*3+[1]*58)")
+    values.refuse(
+        name, f"not a number of 1 or more, or a list of 0 and 1 for {n_layers} layers, such as ([0]*3+[1]*58)"
+    )
     return None
 
 
@@ -313,7 +315,7 @@ def _pattern(node: ast.AST) -> Any:
     if isinstance(node, ast.Constant) and type(node.value) is int and node.value <= 2**14:
         return node.value
     if isinstance(node, ast.List):
-        return [_pattern(each) for each in node.elts]
+        return [_pattern(element) for element in node.elts]
     if isinstance(node, ast.BinOp):
         left, right = _pattern(node.left), _pattern(node.right)
         if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):

@@ -101,7 +101,7 @@ _OF_VARIABLES = _without_effect(
 
 def yaml_settings(settings: Sequence[Setting]) -> list[Setting]:
     """Return the keys of YAML as options of Megatron-LM. `${a.b}` is the value of another key of the file."""
-    by_name = {each.option: each for each in settings}
+    by_name = {setting.option: setting for setting in settings}
     name = by_name.get("name")
     if name is not None and (other := re.search(_OTHER_ARCHITECTURES, str(name.value), re.IGNORECASE)):
         raise InputError(
@@ -190,7 +190,7 @@ NEMO = replace(
 
 
 def _describe_bridge(values: Values) -> DescribedRun:
-    """Return the run; files of Megatron-Bridge change a recipe, and its recipes set what a file does not."""
+    """Return the run; files of Megatron-Bridge change a recipe, and its recipes set the options that a file does not."""
     absent = [name for name in _BY_TRAINER if not values.given(name)]
     if values.given("fp16"):
         absent = [name for name in absent if name != "bf16"]
@@ -246,8 +246,10 @@ def is_mlperf(variables: Iterable[str]) -> bool:
 
 def mlperf_settings(variables: Sequence[Setting]) -> list[Setting]:
     """Return the variables of MLPerf's config_*.sh as options of Megatron-LM."""
-    found = [replace(each, option=_VARIABLES.get(each.option, each.option)) for each in variables]
-    return [replace(each, option="samples_per_data_rank") if each.option == MINIBS else each for each in found]
+    renamed = [replace(setting, option=_VARIABLES.get(setting.option, setting.option)) for setting in variables]
+    return [
+        replace(setting, option="samples_per_data_rank") if setting.option == MINIBS else setting for setting in renamed
+    ]
 
 
 def _describe_mlperf(values: Values) -> DescribedRun:
@@ -260,7 +262,7 @@ def _describe_mlperf(values: Values) -> DescribedRun:
         if values.given("global_batch_size"):
             return described
         described = replace(described, global_batch=samples * described.layout.data_ranks)
-        values.assumed[:] = [each for each in values.assumed if "one micro-batch a data rank" not in each]
+        values.assumed[:] = [remark for remark in values.assumed if "one micro-batch a data rank" not in remark]
     return described
 
 
@@ -293,15 +295,19 @@ def argument_settings(settings: Sequence[Setting]) -> tuple[list[Setting], list[
     the other sections; None without such a section. A flag that is false is left out, as their launcher does."""
     prefix = "MODEL_ARGS."
     own = [
-        replace(each, option=each.option.removeprefix(prefix)) for each in settings if each.option.startswith(prefix)
+        replace(setting, option=setting.option.removeprefix(prefix))
+        for setting in settings
+        if setting.option.startswith(prefix)
     ]
-    others = dict.fromkeys(each.option.partition(".")[0] for each in settings if not each.option.startswith(prefix))
-    return ([each for each in own if each.value is not False], list(others)) if own else None
+    others = dict.fromkeys(
+        setting.option.partition(".")[0] for setting in settings if not setting.option.startswith(prefix)
+    )
+    return ([setting for setting in own if setting.value is not False], list(others)) if own else None
 
 
 def yaml_system(settings: Sequence[Setting]) -> System | None:
     """Return the system of a YAML file, if it is NeMo or Megatron-Bridge."""
-    names = {normalised(each.option) for each in settings}
+    names = {normalised(setting.option) for setting in settings}
     sections = {name.partition(".")[0].removesuffix("_config") for name in names if "." in name}
     if "model" in sections and "trainer" in sections:
         return NEMO

@@ -32,7 +32,7 @@ _DECLARATIONS = (ast.Expr, ast.Import, ast.ImportFrom, ast.FunctionDef, ast.Clas
 _MOST_CALLS = 500
 """Bound of the calls of the file's own functions."""
 _COPIES = ("replace", "dataclasses.replace", "copy.copy")
-"""Calls that return a copy of their first argument, with keywords as changes; what it holds is shared."""
+"""Calls that return a copy of their first argument, with keywords as changes; its values are shared."""
 _DEEP_COPIES = ("deepcopy", "copy.deepcopy")
 
 
@@ -97,13 +97,13 @@ class _PythonFile:
 
     def __init__(self, path: Path, module: ast.Module, kinds: Collection[str]) -> None:
         self.path, self.module, self.kinds = path, module, kinds
-        self.functions = {each.name: each for each in module.body if isinstance(each, ast.FunctionDef)}
+        self.functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
         self.imported = {
             name.asname or name.name: (source, name.name)
-            for each in ast.walk(module)
-            if isinstance(each, ast.Import | ast.ImportFrom)
-            for source in [f"{'.' * each.level}{each.module or ''}" if isinstance(each, ast.ImportFrom) else ""]
-            for name in each.names
+            for node in ast.walk(module)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for source in [f"{'.' * node.level}{node.module or ''}" if isinstance(node, ast.ImportFrom) else ""]
+            for name in node.names
         }
         self.constants: dict[str, Any] = {}
         self.skipped: list[str] = []
@@ -128,10 +128,12 @@ class _PythonFile:
                 raise InputError(f"{self.path}:{self.functions[name].lineno}: {name} returns no configuration")
             self._refuse_other_file(name, roots[""])
         settings: dict[str, Setting] = {}
-        for number, each in enumerate(setting for key, value in roots.items() for setting in self._of_root(key, value)):
+        for number, at_number in enumerate(
+            setting for key, value in roots.items() for setting in self._of_root(key, value)
+        ):
             if number >= MOST_SETTINGS:
                 raise InputError(f"{self.path}: more than {MOST_SETTINGS:,} values; a configuration has fewer")
-            settings[each.option] = each
+            settings[at_number.option] = at_number
         return PythonSettings(tuple(settings.values()), tuple(self.skipped))
 
     def _refuse_other_file(self, name: str, root: PythonCall) -> None:
@@ -158,15 +160,15 @@ class _PythonFile:
             if isinstance(statement, ast.Assign | ast.AnnAssign):
                 self._body([statement], scope, DEEPEST)
             elif not isinstance(statement, _DECLARATIONS):
-                names = (each for each in ast.walk(statement) if isinstance(each, ast.Name))
-                stored = {each.id for each in names if isinstance(each.ctx, ast.Store)}
+                names = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
+                stored = {node.id for node in names if isinstance(node.ctx, ast.Store)}
                 where = f"{self.path}:{statement.lineno}"
                 self.skipped.append(f"{where}: {ast.unparse(statement).splitlines()[0][:60]} is not evaluated")
                 scope |= {name: _Unknown(f"{name}, which line {statement.lineno} may set") for name in stored}
         return scope
 
     def _run(self, function: ast.FunctionDef, scope: dict[str, Any], depth: int) -> Any:
-        """Return what a function of the file returns; `scope`: its arguments."""
+        """Return the result of a function of the file; `scope`: its arguments."""
         self.calls += 1
         if depth <= 0 or self.calls > _MOST_CALLS:
             raise InputError(f"{self.path}:{function.lineno}: functions that call each other without end")
@@ -214,10 +216,10 @@ class _PythonFile:
             parts = _plain(value)
             if not isinstance(parts, list) or len(parts) != len(target.elts):
                 parts = [_Unknown(ast.unparse(target))] * len(target.elts)
-            for each, part in zip(target.elts, parts, strict=True):
-                self._assign(each, part, scope, line)
+            for part_target, part in zip(target.elts, parts, strict=True):
+                self._assign(part_target, part, scope, line)
             return
-        if not all(isinstance(each, ast.Name | ast.Attribute | ast.expr_context) for each in ast.walk(target)):
+        if not all(isinstance(node, ast.Name | ast.Attribute | ast.expr_context) for node in ast.walk(target)):
             raise InputError(f"{self.path}:{line}: {ast.unparse(target)[:60]} = ... would have to be executed")
         *sections, name = ast.unparse(target).split(".")
         placed = _placed(value, f"{self.path}:{line}")
@@ -240,24 +242,24 @@ class _PythonFile:
             return node.value
         if isinstance(node, ast.List | ast.Tuple):
             elements, unknown = self._elements(node.elts, scope, depth)
-            return [_plain(each) for each in elements] if unknown is None else _Unknown(ast.unparse(node))
+            return [_plain(element) for element in elements] if unknown is None else _Unknown(ast.unparse(node))
         if isinstance(node, ast.Dict):
-            keys = [each.value for each in node.keys if isinstance(each, ast.Constant)]
+            keys = [key_node.value for key_node in node.keys if isinstance(key_node, ast.Constant)]
             if len(keys) < len(node.keys):
                 return _Unknown(ast.unparse(node))
-            named = [self._placed_value(each, scope, depth) for each in node.values]
+            named = [self._placed_value(value_node, scope, depth) for value_node in node.values]
             return PythonCall("", self._where(node), keywords=dict(zip(map(str, keys), named, strict=True)))
         if isinstance(node, ast.Name):
             return scope.get(node.id, self.constants.get(node.id, _Unknown(node.id)))
         if isinstance(node, ast.Attribute):
             base = _plain(self._value(node.value, scope, depth))
-            held = base.keywords.get(node.attr) if isinstance(base, PythonCall) else None
-            return _Unknown(ast.unparse(node)) if held is None else held
+            keyword = base.keywords.get(node.attr) if isinstance(base, PythonCall) else None
+            return _Unknown(ast.unparse(node)) if keyword is None else keyword
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             operand = _plain(self._value(node.operand, scope, depth))
             return -operand if _is_number(operand) else _Unknown(ast.unparse(node))
         if isinstance(node, ast.BinOp):
-            left, right = (_plain(self._value(each, scope, depth)) for each in (node.left, node.right))
+            left, right = (_plain(self._value(operand, scope, depth)) for operand in (node.left, node.right))
             apply = _OPERATORS.get(type(node.op))
             if apply and _is_number(left) and _is_number(right) and (right or not isinstance(node.op, ast.Div)):
                 try:
@@ -282,7 +284,7 @@ class _PythonFile:
             arguments = []
         elif unknown is not None:
             keywords["**"] = unknown
-        numbers = [value for each in arguments if _is_number(value := _plain(each))]
+        numbers = [value for argument in arguments if _is_number(value := _plain(argument))]
         own = name in _FUNCTIONS and name not in self.imported
         if own and not keywords and len(numbers) == len(arguments) >= 1 + (name != "int"):
             try:
@@ -299,16 +301,16 @@ class _PythonFile:
         """Return the values of arguments or of a list's elements, with the elements of `*name` where the file has them;
         and the first `*name` that is unknown, or None. The values end at it."""
         result: list[Any] = []
-        for each in nodes:
-            value = self._value(each.value if isinstance(each, ast.Starred) else each, scope, depth)
-            if not isinstance(each, ast.Starred):
+        for node in nodes:
+            value = self._value(node.value if isinstance(node, ast.Starred) else node, scope, depth)
+            if not isinstance(node, ast.Starred):
                 result.append(value)
             elif isinstance(parts := _plain(value), list):
                 if len(result) + len(parts) > MOST_SETTINGS:
-                    raise InputError(f"{self._where(each)}: more than {MOST_SETTINGS:,} values in a list")
+                    raise InputError(f"{self._where(node)}: more than {MOST_SETTINGS:,} values in a list")
                 result += parts
             else:
-                return result, _Placed(_Unknown(ast.unparse(each)), self._where(each))
+                return result, _Placed(_Unknown(ast.unparse(node)), self._where(node))
         return result, None
 
     def _placed_value(self, node: ast.expr, scope: dict[str, Any], depth: int) -> _Placed:
@@ -318,30 +320,30 @@ class _PythonFile:
         """Return the keywords of a call. The keys of `**name` are included where the file has them; other `**name` is
         the keyword `**` with an unknown value."""
         result: dict[str, Any] = {}
-        for each in node.keywords:
-            placed = self._placed_value(each.value, scope, depth)
-            if each.arg:
-                result[each.arg] = placed
+        for keyword in node.keywords:
+            placed = self._placed_value(keyword.value, scope, depth)
+            if keyword.arg:
+                result[keyword.arg] = placed
             elif isinstance(placed.value, PythonCall) and not placed.value.function:
                 result |= placed.value.keywords
             else:
-                result["**"] = _Placed(_Unknown(f"**{ast.unparse(each.value)}"), placed.where)
+                result["**"] = _Placed(_Unknown(f"**{ast.unparse(keyword.value)}"), placed.where)
         return result
 
     def _bound(self, function: ast.FunctionDef, node: ast.Call, scope: dict[str, Any], depth: int) -> dict[str, Any]:
         """Return the arguments of a call by the names of the function's parameters. A parameter that an unknown `*name`
         or `**name` may give is unknown, unless it is also given by position or by name."""
         arguments = function.args
-        positional = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
-        names = [*positional, *(each.arg for each in arguments.kwonlyargs)]
+        positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+        names = [*positional, *(argument.arg for argument in arguments.kwonlyargs)]
         given, unknown = self._elements(node.args, scope, depth)
         keywords = self._keywords(node, scope, depth)
         bound: dict[str, Any] = dict.fromkeys(names, _Unknown("an argument"))
         for name, default in zip(positional[::-1], arguments.defaults[::-1], strict=False):
             bound[name] = self._value(default, {}, depth)
-        for each, stated in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        for argument, stated in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
             if stated is not None:
-                bound[each.arg] = self._value(stated, {}, depth)
+                bound[argument.arg] = self._value(stated, {}, depth)
         if unknown is not None:
             bound |= dict.fromkeys(positional, unknown)
         if "**" in keywords:
@@ -373,7 +375,7 @@ class _PythonFile:
             yield Setting(name, "", where, f"{where}: {value.text[:60]} would have to be executed")
         elif isinstance(value, PythonCall):
             registers, computed = value.function.endswith("model_registry"), _is_function(value.function)
-            first = next((_plain(each) for each in value.arguments), None)
+            first = next((_plain(argument) for argument in value.arguments), None)
             if registers and first is None:
                 first = _plain(value.keywords.get("flavor"))
             if registers and isinstance(first, _Unknown):
@@ -389,7 +391,7 @@ class _PythonFile:
                 text = f"{value.where}: {name} = {value.function}(...) of another file is not evaluated"
                 self.skipped.append(text)
                 yield Setting(f"{name}.**", "", value.where, text)
-            elif any(isinstance(_plain(each), _Unknown | PythonCall) for each in value.arguments):
+            elif any(isinstance(_plain(argument), _Unknown | PythonCall) for argument in value.arguments):
                 text = f"{value.where}: the arguments by position of {value.function[:60]} would have to be executed"
                 yield Setting(f"{name}.**", "", value.where, text)
             if registers:
@@ -398,7 +400,7 @@ class _PythonFile:
                 yield from self._flat(f"{name}.{key}", inner, value.where, depth - 1)
         elif isinstance(value, list):
             yield Setting(
-                name, [each.function if isinstance(each, PythonCall) else _text(each) for each in value], where
+                name, [item.function if isinstance(item, PythonCall) else _text(item) for item in value], where
             )
         else:
             yield Setting(name, "none" if value is None and name in self.kinds else value, where)

@@ -57,15 +57,15 @@ class Shell:
 
     def text_of(self, name: str) -> Word | None:
         """Return the text of a variable, or None if it is not set."""
-        found = self.values.get(name)
-        return None if not found else as_word(found[0])
+        words = self.values.get(name)
+        return None if not words else as_word(words[0])
 
 
 class _Script:
     """The tokens of one file, evaluated one statement after another."""
 
-    def __init__(self, shell: Shell, path: Path, found: list[Token]) -> None:
-        self.shell, self.path, self.tokens, self.at = shell, path, found, 0
+    def __init__(self, shell: Shell, path: Path, raw_tokens: list[Token]) -> None:
+        self.shell, self.path, self.tokens, self.at = shell, path, raw_tokens, 0
 
     def run(self) -> None:
         while self.at < len(self.tokens):
@@ -212,8 +212,8 @@ class _Script:
                 raise InputError(f"{self.tokens[-1].where}: no then follows; the file is truncated")
             inverted = self._raw() == "!"
             self.at += inverted
-            found = self._statement(active)
-            status = (found if not inverted or found is None else not found) if found is not None else status
+            result = self._statement(active)
+            status = (result if not inverted or result is None else not result) if result is not None else status
         self.at += 1
         return status
 
@@ -257,7 +257,7 @@ class _Script:
 
     def _command_tokens(self) -> list[Token]:
         """Return the tokens of a simple command, and move after them. Redirections are left out."""
-        found: list[Token] = []
+        result: list[Token] = []
         test = self._raw() == "[["
         while (token := self._peek()) is not None:
             if isinstance(token, Operator):
@@ -266,29 +266,29 @@ class _Script:
                     continue
                 if token.raw in _SEPARATORS and not (test and token.raw != "\n"):
                     break
-                found.append(RawWord(token.raw, token.where))
+                result.append(RawWord(token.raw, token.where))
             else:
-                found.append(token)
+                result.append(token)
             self.at += 1
             if test and token.raw == "]]":
                 break
-        return found
+        return result
 
-    def _command(self, found: list[Token]) -> bool | None:
+    def _command(self, rest: list[Token]) -> bool | None:
         """Evaluate a simple command; return its exit status if it is known."""
-        while found and self._assign(found[0], export=False):
-            found = found[1:]
-        if not found:
+        while rest and self._assign(rest[0], export=False):
+            rest = rest[1:]
+        if not rest:
             return True
-        name = found[0].raw
+        name = rest[0].raw
         if name in _DECLARE:
-            for token in found[1:]:
+            for token in rest[1:]:
                 self._assign(token, export=True)
             return True
         if name in ("[", "[[", "test"):
-            tested = [self._expand_one(token) for token in found[1:]]
+            tested = [self._expand_one(token) for token in rest[1:]]
             return ShellTest([word for word in tested if word.text not in ("]", "]]")]).value()
-        words = [as_word(chars) for token in found for chars in self.expand(token)]
+        words = [as_word(chars) for token in rest for chars in self.expand(token)]
         if name in (".", "source"):
             self._sourced(words)
             return None
@@ -337,8 +337,8 @@ class _Script:
         self.shell.values[name] = words
 
     def _expand_one(self, token: Token) -> Word:
-        found = self.expand(token, split=False)
-        return as_word([char for chars in found for char in chars]) if found else Word("", token.where)
+        words = self.expand(token, split=False)
+        return as_word([char for chars in words for char in chars]) if words else Word("", token.where)
 
     def expand(self, token: Token, split: bool = True) -> list[Chars]:
         """Return the words of a raw word, as `Chars`."""

@@ -45,9 +45,9 @@ class Expansion:
         if char == "'":
             end = self.raw.index("'", self.at + 1)
             self.begun = True
-            for each in self.raw[self.at + 1 : end]:
-                self._add(each)
-                self.line += each == "\n"
+            for literal in self.raw[self.at + 1 : end]:
+                self._add(literal)
+                self.line += literal == "\n"
             self.at = end + 1
         elif char == '"':
             self._double_quoted()
@@ -87,9 +87,9 @@ class Expansion:
         """Add the value of the expansion at this place: a variable, arithmetic or a command's output."""
         source = _source_at(self.raw, self.at)
         self.at += len(source)
-        found, separate = self._value(source)
+        words, separate = self._value(source)
         self.line += source.count("\n")
-        for number, chars in enumerate(found):
+        for number, chars in enumerate(words):
             if number and (separate or not quoted):
                 self._end()
             if quoted:
@@ -117,41 +117,44 @@ class Expansion:
         if form is None:
             return [mark(f"{self.where}: {source} is an expansion that is not evaluated", self.where)], False
         name, index, rest = form[1], form[2] or "", form[3]
-        found = self.variables.get(name)
+        words = self.variables.get(name)
         if index not in ("", "[@]", "[*]"):
             at = index[1:-1]
-            found = [found[int(at)]] if found is not None and at.isdecimal() and int(at) < len(found) else None
-        elif not index and found:
-            found = found[:1]
+            words = [words[int(at)]] if words is not None and at.isdecimal() and int(at) < len(words) else None
+        elif not index and words:
+            words = words[:1]
         if rest:
-            found = self._modified(name, found, rest, source)
-        if found is None:
-            found = [mark(f"${name} is not set", self.where)]
-        return found, index == "[@]"
+            words = self._modified(name, words, rest, source)
+        if words is None:
+            words = [mark(f"${name} is not set", self.where)]
+        return words, index == "[@]"
 
-    def _modified(self, name: str, found: list[Chars] | None, rest: str, source: str) -> list[Chars] | None:
+    def _modified(self, name: str, words: list[Chars] | None, rest: str, source: str) -> list[Chars] | None:
         """Apply `:-default` and its relatives."""
-        operator = next((each for each in (":-", ":=", ":?", ":+", "-", "=", "?", "+") if rest.startswith(each)), None)
+        operator = next(
+            (candidate for candidate in (":-", ":=", ":?", ":+", "-", "=", "?", "+") if rest.startswith(candidate)),
+            None,
+        )
         if operator is None:
             return [mark(f"{self.where}: {source} is an expansion that is not evaluated", self.where)]
-        given = found is not None and (":" not in operator or any(found))
+        given = words is not None and (":" not in operator or any(words))
         if operator[-1] == "?":
-            return found if given else None
+            return words if given else None
         if (operator[-1] == "+") is given:
             other = Expansion(self.variables, RawWord(rest[len(operator) :], self.where)).words(split=False)
             value = [[char for chars in other for char in chars]]
             if operator[-1] == "=":
                 self.variables[name] = value
             return value
-        return [[]] if operator[-1] == "+" else found
+        return [[]] if operator[-1] == "+" else words
 
     def _plain(self, text: str | Chars) -> Chars:
         return text if isinstance(text, list) else [(char, self.where) for char in text]
 
     def _arithmetic(self, source: str) -> str | Chars:
         def value_of(form: re.Match[str]) -> str:
-            found = self.variables.get(form[1] or form[2])
-            word = as_word(found[0]) if found else None
+            words = self.variables.get(form[1] or form[2])
+            word = as_word(words[0]) if words else None
             if word is None or word.unknown or not re.fullmatch(r"\s*-?[0-9]+\s*", word.text):
                 raise ValueError(form[1] or form[2])
             return f"({word.text})"
@@ -164,7 +167,7 @@ class Expansion:
 
 
 def _source_at(raw: str, at: int) -> str:
-    """Return the source of the expansion that begins at a place."""
+    """Return the source of the expansion that starts at a place."""
     if raw[at] == "`":
         end = raw.find("`", at + 1)
         return raw[at : end + 1] if end > 0 else raw[at:]

@@ -22,13 +22,13 @@ class Word:
         """Return the words between its blanks. Only the words that have unknown text are unknown."""
         if not self.chars:
             return [Word(part, self.where, self.unknown) for part in self.text.split()]
-        found: list[Chars] = [[]]
+        result: list[Chars] = [[]]
         for char, where in self.chars:
             if char.isspace():
-                found.append([])
+                result.append([])
             else:
-                found[-1].append((char, where))
-        return [as_word(chars) for chars in found if chars]
+                result[-1].append((char, where))
+        return [as_word(chars) for chars in result if chars]
 
 
 def as_word(chars: Chars) -> Word:

@@ -87,7 +87,7 @@ class _Reader:
             self._skip_blanks()
             if self.at >= len(self.text):
                 return
-            operator = next((each for each in _OPERATORS if self.text.startswith(each, self.at)), None)
+            operator = next((candidate for candidate in _OPERATORS if self.text.startswith(candidate, self.at)), None)
             if operator is None:
                 yield self._word()
                 continue

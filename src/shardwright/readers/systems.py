@@ -15,7 +15,8 @@ from shardwright.readers.python_files import python_settings
 from shardwright.readers.shell import Shell
 from shardwright.readers.shell_values import Word
 from shardwright.readers.table import READ, Setting, System, normalised
-from shardwright.readers.torchtitan import KINDS, TORCHTITAN
+from shardwright.readers.torchtitan import TORCHTITAN
+from shardwright.readers.torchtitan_options import KINDS
 from shardwright.system.errors import InputError
 from shardwright.system.files import read_text, reason
 
@@ -27,7 +28,9 @@ SUPPORTED = (
 )
 SHELL = (".sh", ".bash", ".txt", ".args", ".slurm", ".sbatch", "")
 FEWEST_OPTIONS = 3
-"""Fewest options of a system's table in a command that starts it."""
+"""Options of a system's table from which on a command starts a training, whatever other options it has."""
+NOT_READ = {"axolotl": "base_model", "torchtune": "_component_"}
+"""System whose YAML is not read -> the last part of a key that only its files have."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +45,15 @@ class ConfigurationSource:
 def sources_of(paths: Sequence[Path]) -> tuple[System, list[ConfigurationSource], ModelSpec | None]:
     """Return the system of some files, their settings, and the model if one of them is its config.json. Raises
     InputError for files that are not supported."""
-    found = [_source(path) for path in paths]
-    systems = {system.name: system for system, _, _ in found if system is not None}
+    parts = [_source(path) for path in paths]
+    systems = {system.name: system for system, _, _ in parts if system is not None}
     if len(systems) > 1:
         raise InputError(f"--from {paths[1]}: files of different systems, {' and '.join(systems)}; give those of one")
-    models = [model for _, _, model in found if model is not None]
+    models = [model for _, _, model in parts if model is not None]
     if not systems:
         raise InputError(f"--from {paths[0]}: that is a model; add the file that configures the training")
     system = next(iter(systems.values()))
-    sources = [source for _, source, _ in found if source is not None]
+    sources = [source for _, source, _ in parts if source is not None]
     if len(sources) > 1 and system is not HUGGING_FACE:
         raise InputError(f"--from {paths[1]}: a configuration of {system.name} is one file")
     return system, sources, models[0] if models else None
@@ -69,6 +72,12 @@ def _source(path: Path) -> tuple[System | None, ConfigurationSource | None, Mode
         return TORCHTITAN, ConfigurationSource(str(named), python.settings, python.skipped), None
     if suffix in (".json", ".yaml", ".yml"):
         settings = tree_settings(path)
+        for setting in settings:
+            for name, key in NOT_READ.items():
+                if setting.option.rpartition(".")[2] == key:
+                    raise InputError(
+                        f"{setting.where}: {key} is a key of {name}, which is not read; supported: {SUPPORTED}"
+                    )
         if (arguments := argument_settings(settings)) is not None:
             own, others = arguments
             notes = (f"{path}: {', '.join(others)}: not options of {MEGATRON_LM.name}",) if others else ()
@@ -92,10 +101,14 @@ def _shell_source(path: Path) -> tuple[System, ConfigurationSource]:
     if not ranked or _known_options(ranked[-1], system) < FEWEST_OPTIONS:
         if is_mlperf(shell.values):
             texts = [(name, shell.text_of(name)) for name in shell.values]
-            found = [Setting(name, each.text, each.where or str(path), each.unknown) for name, each in texts if each]
-            return MLPERF, ConfigurationSource(str(path), tuple(mlperf_settings(found)), tuple(shell.notes))
+            variables = [
+                Setting(name, word.text, word.where or str(path), word.unknown) for name, word in texts if word
+            ]
+            return MLPERF, ConfigurationSource(str(path), tuple(mlperf_settings(variables)), tuple(shell.notes))
         if (words := _words_of_variables(shell, system)) is not None:
             return system, ConfigurationSource(str(path), tuple(settings_of(words, system.options)), tuple(shell.notes))
+        ranked = [words for words in ranked if _is_short_command(words, system)]
+    if not ranked:
         hint = f"; {shell.notes[0]}" if shell.notes else ""
         raise InputError(f"{path}: no command with options of {system.name} is found{hint}; supported: {SUPPORTED}")
     settings = settings_of(_split(ranked[-1]), system.options)
@@ -144,5 +157,16 @@ def _split(words: Sequence[Word]) -> list[Word]:
 
 
 def _known_options(words: Sequence[Word], system: System) -> int:
-    names = [normalised(word.text.partition("=")[0]) for word in _split(words) if is_option(word)]
-    return sum(name in system.options and system.options[name].fate == READ for name in names)
+    return sum(name in system.options and system.options[name].fate == READ for name in _option_names(words))
+
+
+def _is_short_command(words: Sequence[Word], system: System) -> bool:
+    """Return whether a command with fewer than `FEWEST_OPTIONS` starts a training: it runs a program with options, most
+    of them the system's."""
+    known = _known_options(words, system)
+    n_others = sum(name not in system.options for name in _option_names(words))
+    return words[0].text not in ("echo", "printf") and known > n_others
+
+
+def _option_names(words: Sequence[Word]) -> list[str]:
+    return [normalised(word.text.partition("=")[0]) for word in _split(words) if is_option(word)]

@@ -103,7 +103,7 @@ class Values:
     changes: dict[str, str] = field(default_factory=dict)
     spell: Callable[[str], str] = str
     """As of `System`."""
-    _wrong: set[str] = field(default_factory=set)
+    _refused: set[str] = field(default_factory=set)
 
     def given(self, name: str) -> bool:
         """Return whether the configuration states an option."""
@@ -118,22 +118,22 @@ class Values:
         try:
             return _converted(setting, option)
         except ValueError as error:
-            if name not in self._wrong:
-                self._wrong.add(name)
+            if name not in self._refused:
+                self._refused.add(name)
                 self.problems.append(f"{setting.where}: {setting.option}: {error}")
             return option.default
 
     def needed(self, name: str) -> Any:
         """Return the value of an option that has no default. If it is not given, add a problem and return 1."""
         value = self[name]
-        if value is None and name not in self._wrong:
-            self._wrong.add(name)
+        if value is None and name not in self._refused:
+            self._refused.add(name)
             about = f" ({self.options[name].key})" if self.options[name].key else ""
             self.problems.append(
                 f"{self.source}: {self.spelled(name)} is missing{about}, and {self.system} has no default"
             )
         elif value is not None and value < 1:
-            self.wrong(name, "1 or more is needed")
+            self.refuse(name, "1 or more is needed")
         return max(value or 1, 1)
 
     def spelled(self, name: str) -> str:
@@ -141,7 +141,7 @@ class Values:
         setting = self.settings.get(name)
         return setting.option if setting else self.spell(name)
 
-    def wrong(self, name: str, text: str) -> None:
+    def refuse(self, name: str, text: str) -> None:
         """Add a problem of an option's value."""
         setting = self.settings.get(name)
         where = setting.where if setting else self.source
@@ -157,7 +157,7 @@ def _converted(setting: Setting, option: ForeignOption) -> Any:
     if value is None:
         return option.default
     if option.kind is list:
-        several = [str(each) for each in value] if isinstance(value, list) else str(value).split()
+        several = [str(item) for item in value] if isinstance(value, list) else str(value).split()
         if option.default and not several:
             raise ValueError("it is empty; write its value or leave it out")
         return several
@@ -197,7 +197,7 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class DescribedRun:
-    """What a configuration describes: the job's parts and the layout. `node_size`: ranks of a node, or None. `dialect`:
+    """The run that a configuration describes: the job's parts and the layout. `node_size`: ranks of a node, or None. `dialect`:
     the vocabulary that the files use, of a system with several. `stated`: the options of the files with their values,
     which `System.write` keeps or removes where they set the same as others. `stages`: the batches of the run, if they
     change; `global_batch` is of the last."""
@@ -222,7 +222,7 @@ class DescribedRun:
 class System:
     """A system whose configurations are read.
 
-    `name`: for people. `options`: its table. `families`: rows for all options whose name begins so and that the table
+    `name`: for people. `options`: its table. `families`: rows for all options whose name starts with this and that the table
     does not have. `spell(name)`: an option as its users write it.
     `describe(values)`: the described run. `able(described, candidates)`: the mask of the layouts that it can run.
     `write(described, choice)`: the options of a layout, by normalised name; None: to be left out. `replaced`: our

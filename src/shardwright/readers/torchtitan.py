@@ -1,8 +1,4 @@
-"""torchtitan: TOML files, and Python configurations of plain assignments.
-
-Source: torchtitan/config/job_config.py, configs.py and config_registry.py of the models, of 2024 to August 2026. Since
-2026 a micro-batch is stated in tokens.
-"""
+"""torchtitan: TOML files, and Python configurations of plain assignments."""
 
 import re
 from dataclasses import replace
@@ -16,26 +12,11 @@ from shardwright.cost.stack import FSDP, FSDP_COMPILED_LOSS, Stack
 from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.planner.choice import Choice
-from shardwright.readers.table import (
-    NO_COUNTERPART,
-    NO_EFFECT,
-    READ,
-    DescribedRun,
-    ForeignOption,
-    System,
-    Values,
-    read,
-    table,
-    without_counterpart,
-    without_effect,
-)
+from shardwright.readers.table import READ, DescribedRun, System, Values
 from shardwright.readers.torchtitan_models import model_of
+from shardwright.readers.torchtitan_options import EXPERT_DEGREES, FAMILIES, OPTIONS, SECTIONS, TOKENS
 from shardwright.system.errors import InputError, LayoutError
 
-_TOKENS = ("num_tokens_per_microbatch_per_dp_rank", "num_tokens_per_train_step", "max_context_length")
-"""Options of [training] that state batch and length in tokens, since 2026."""
-KINDS = ("activation_checkpoint", "optimizer", "loss")
-"""Sections of Python configurations whose value is the class or function that is called."""
 _MODES = {"FullAC": "full", "SelectiveAC": "selective", "none": "none"}
 """Class of `activation_checkpoint` in Python -> mode."""
 _CHUNKED = ("ChunkedLossWrapper", "ChunkedCELoss")
@@ -49,122 +30,11 @@ SCHEDULES = {
     "zbvzerobubble": "zb-v",
     "dualpipev": "dualpipe-v",
 }
-_OLD = "the place before 2025"
-_PARALLELISM = (
-    ("data_parallel_replicate_degree", "layout.dp_replicate", int, 1, ""),
-    ("data_parallel_shard_degree", "layout.dp_shard", int, -1, "-1: all remaining ranks"),
-    ("data_parallel_degree", "layout.dp_shard", int, -1, "-1: all remaining ranks"),
-    (
-        "fsdp_reshard_after_forward",
-        "layout.zero",
-        str,
-        "default",
-        "never: 2, otherwise 3; with pp default gathers once a step",
-    ),
-    ("tensor_parallel_degree", "layout.tp", int, 1, ""),
-    ("enable_async_tensor_parallel", "stack", bool, False, "tensor-parallel messages overlap"),
-    ("pipeline_parallel_degree", "layout.pp", int, 1, ""),
-    ("pipeline_parallel_schedule", "layout.pp_schedule", str, "1F1B", ""),
-    ("pipeline_parallel_layers_per_stage", "layout.virtual_stages", int, None, "2 stages a rank if not given"),
-    ("pipeline_parallel_microbatch_size", "batch.micro_batch", int, 1, "with a pipeline"),
-    ("context_parallel_degree", "layout.cp", int, 1, ""),
-    ("context_parallel_rotate_method", "layout.cp_method", str, "allgather", "alltoall: zigzag"),
-    ("expert_parallel_degree", "layout.ep", int, 1, ""),
-    ("expert_tensor_parallel_degree", "layout.ep", int, 1, "times expert_parallel_degree"),
-)
-_SECTIONS = ("parallelism", "training", "experimental")
-_EXPERT_DEGREES = [f"{section}.expert_{kind}parallel_degree" for section in _SECTIONS for kind in ("", "tensor_")]
-OPTIONS = table(
-    read("model.name", "model", str, "llama3"),
-    read("model.flavor", "model", str),
-    read("model_spec", "model", str, note="the flavor; its module, or the file, gives the name"),
-    read("hf_model", "model", str, note="of transformers_modeling_backend; give --model"),
-    read("model_spec.module", "model", str, note="the module of model_registry"),
-    read("model_spec.converters", "precision.fp8", list, []),
-    read("model_spec.num_mtp_layers", "model.mtp_modules", int, 0),
-    read("model_spec.tp_gemm_backend", "stack", str, note="dist_gemm: tensor-parallel messages overlap"),
-    read("compile.enable_async_tensor_parallel", "stack", bool, False, "tensor-parallel messages overlap"),
-    read("activation_checkpoint", "layout.recompute", str, note="the class in Python"),
-    read("optimizer", "optimizer.name", str, note="the function in Python"),
-    read("loss", "layout.loss_chunk_tokens", str, note="the class in Python: one with chunks, or of all logits"),
-    read("loss.num_chunks", "layout.loss_chunk_tokens", int, 8, "the tokens of a micro-batch on a rank divided by it"),
-    read("loss.loss_fn", "layout.loss_chunk_tokens", str, note="the loss of a chunk"),
-    read(
-        "training.num_tokens_per_microbatch_per_dp_rank",
-        "batch.micro_batch",
-        int,
-        16384,
-        "divided by max_context_length",
-    ),
-    read("training.num_tokens_per_train_step", "batch.global_batch", int, -1, "divided by max_context_length"),
-    read("training.max_context_length", "batch.seq_len", int, 2048),
-    read("parallelism.num_pp_microbatches", "batch.global_batch", int, 1, "with a pipeline"),
-    read("parallelism.enable_sequence_parallel", "layout.sequence_parallel", bool, True),
-    read("model.converters", "precision.fp8", list, []),
-    read("model_converters.converters", "precision.fp8", list, []),
-    read("float8.enable_float8_linear", "precision.fp8", bool, False),
-    read("float8.recipe_name", "precision.fp8", str, "tensorwise"),
-    read("quantize.linear.float8.recipe_name", "precision.fp8", str, "tensorwise"),
-    read("optimizer.name", "optimizer.name", str, "AdamW"),
-    read("training.local_batch_size", "batch.micro_batch", int, 8, "with a pipeline several micro-batches"),
-    read("training.batch_size", "batch.micro_batch", int, note="the old name of local_batch_size"),
-    read("training.global_batch_size", "batch.global_batch", int, -1, "local_batch_size x data ranks if not given"),
-    read("training.seq_len", "batch.seq_len", int, 2048),
-    read("training.compile", "stack", bool, False),
-    read("compile.enable", "stack", bool, False),
-    read("training.enable_cpu_offload", "layout.offload_parameters", bool, False, "and offload_optimizer"),
-    read("training.mixed_precision_param", "precision.compute", str, "bfloat16", "", "bfloat16", "float32"),
-    read("training.mixed_precision_reduce", "memory of gradients", str, "float32", "", "float32", "bfloat16"),
-    read("activation_checkpoint.mode", "layout.recompute", str, "selective", "", "none", "selective", "full"),
-    read("activation_checkpoint.selective_ac_option", "layout.recompute", str, "2", "n: every n-th layer is full"),
-    (
-        read(f"{section}.{name}", key, kind, default, note or _OLD * (section != _SECTIONS[0]))
-        for section in _SECTIONS
-        for name, key, kind, default, note in _PARALLELISM
-    ),
-    without_effect(
-        "it does not change time or memory of a step",
-        "training.steps training.max_norm training.dataset training.dataset_path training.seed training.deterministic "
-        "training.gc_freq training.gc_debug training.warmup_steps training.data_parallel_type optimizer.lr "
-        "optimizer.eps optimizer.beta1 optimizer.beta2 optimizer.weight_decay model.tokenizer_path "
-        "model.hf_assets_path hf_assets_path model.print_after_conversion model.norm_type optimizer.fused "
-        "optimizer.implementation float8.filter_fqns parallelism.disable_loss_parallel debug.seed "
-        "activation_checkpoint.early_stop activation_checkpoint.preserve_rng_state "
-        "parallelism.spmd_backend parallelism.context_parallel_ptrr_mask_key compile.backend dump_folder",
-    ),
-    without_counterpart(
-        "its effect on time and memory is not priced",
-        "optimizer.early_step_in_backward float8.enable_fsdp_float8_all_gather compile.components "
-        "float8.precompute_float8_dynamic_scale_for_fsdp parallelism.pipeline_parallel_split_points "
-        "experimental.pipeline_parallel_split_points parallelism.module_fqns_per_model_part "
-        "parallelism.pipeline_parallel_schedule_csv parallelism.enable_compiled_autograd training.dtype "
-        "parallelism.pipeline_parallel_first_stage_less_layers parallelism.pipeline_parallel_last_stage_less_layers "
-        "parallelism.enable_fsdp_symm_mem parallelism.context_parallel_load_balancer model_spec.moe_comm_backend "
-        "model_spec.non_blocking_capacity_factor model_spec.attn_backend training.disable_cuda_graphs",
-    ),
-)
-FAMILIES = tuple(
-    ForeignOption(prefix, note=note, fate=fate)
-    for note, fate, prefixes in (
-        (
-            "logging and profiling are not counted",
-            NO_EFFECT,
-            "metrics. profiling. profiler. job. debug. comm. memory_estimation.",
-        ),
-        ("checkpoints are not part of a step", NO_EFFECT, "checkpoint. fault_tolerance."),
-        ("the learning rate does not change time or memory", NO_EFFECT, "lr_scheduler. optimizer."),
-        ("the loss is a cross entropy over the vocabulary", NO_EFFECT, "loss."),
-        ("evaluation and data are not part of a step", NO_EFFECT, "validation. validator. dataloader. tokenizer."),
-        ("its effect on time and memory is not priced", NO_COUNTERPART, "float8. mx. experimental. quantize."),
-        ("reinforcement learning is refused", NO_COUNTERPART, "trainer. generator."),
-    )
-    for prefix in prefixes.split()
-)
 
 
 def _parallel(values: Values, name: str) -> Any:
     """Return an option of [parallelism], or from its places before 2025."""
-    for section in _SECTIONS:
+    for section in SECTIONS:
         if values.given(f"{section}.{name}"):
             return values[f"{section}.{name}"]
     return values[f"parallelism.{name}"]
@@ -173,14 +43,14 @@ def _parallel(values: Values, name: str) -> Any:
 def describe(values: Values) -> DescribedRun:
     """Return the run that the options describe. Raises InputError with every problem."""
     if learning := next((name for name in values.settings if name.startswith("trainer.")), None):
-        values.wrong(
+        values.refuse(
             learning, "reinforcement learning, whose steps also generate, is not priced; give a training alone"
         )
         raise InputError(*values.problems)
     used = {row.name for row in OPTIONS.values() if row.fate == READ}
     for name, setting in values.settings.items():
         section = name.removesuffix("**")
-        if name.endswith("**") and any(f"{each}.".startswith(section) for each in used):
+        if name.endswith("**") and any(f"{option_name}.".startswith(section) for option_name in used):
             values.problems.append(f"{setting.unknown}; write the values of {section or 'the configuration'}")
     model, world = model_of(values), values.world_size
     if world is None:
@@ -204,7 +74,7 @@ def describe(values: Values) -> DescribedRun:
 
 def _in_tokens(values: Values) -> bool:
     """Return whether the configuration is of a version that states batches in tokens."""
-    return any(values.given(f"training.{name}") for name in _TOKENS)
+    return any(values.given(f"training.{name}") for name in TOKENS)
 
 
 def _batch(values: Values, data_ranks: int, pp: int) -> tuple[int, int, int]:
@@ -219,14 +89,14 @@ def _batch(values: Values, data_ranks: int, pp: int) -> tuple[int, int, int]:
         return seq_len, micro_batch, local * data_ranks if stated is None or stated < 0 else stated
     for name in ("local_batch_size", "batch_size", "global_batch_size", "seq_len"):
         if values.given(f"training.{name}"):
-            values.wrong(f"training.{name}", "contradicts the batch that the file states in tokens; leave one out")
-    micro_tokens, step_tokens, seq_len = (values[f"training.{name}"] for name in _TOKENS)
+            values.refuse(f"training.{name}", "contradicts the batch that the file states in tokens; leave one out")
+    micro_tokens, step_tokens, seq_len = (values[f"training.{name}"] for name in TOKENS)
     micro_batches = values["parallelism.num_pp_microbatches"] if pp > 1 else 1
     if step_tokens is None or step_tokens < 0:
         step_tokens = micro_tokens * micro_batches * data_ranks
-    for name, tokens in zip(_TOKENS[:2], (micro_tokens, step_tokens), strict=True):
+    for name, tokens in zip(TOKENS[:2], (micro_tokens, step_tokens), strict=True):
         if seq_len < 1 or tokens % seq_len:
-            values.wrong(f"training.{name}", f"{tokens:,} tokens are not a multiple of max_context_length {seq_len:,}")
+            values.refuse(f"training.{name}", f"{tokens:,} tokens are not a multiple of max_context_length {seq_len:,}")
             return 1, 1, data_ranks
     return seq_len, micro_tokens // seq_len, step_tokens // seq_len
 
@@ -235,7 +105,7 @@ def _loss_chunk_tokens(values: Values, micro_batch: int, seq_len: int, cp: int) 
     """Return how many tokens have logits at a time; 0: all of a micro-batch. A chunk has the same part of each of its
     sequences."""
     if str(values["loss"]).rpartition(".")[2][:1].islower():
-        values.wrong("loss", "a function makes it, and it may have chunks; write its class, such as CrossEntropyLoss")
+        values.refuse("loss", "a function makes it, and it may have chunks; write its class, such as CrossEntropyLoss")
     for option in ("loss", "loss.loss_fn"):
         if values.given(option) and values[option] not in _LOSSES:
             values.changes[option] = "has no counterpart; priced as a cross entropy over the vocabulary"
@@ -246,7 +116,7 @@ def _loss_chunk_tokens(values: Values, micro_batch: int, seq_len: int, cp: int) 
     if n_chunks < 1 or on_rank % n_chunks:
         valid = "1 or more" if n_chunks < 1 else f"a divisor of the {on_rank:,} tokens of a sequence on a rank"
         stated = "loss.num_chunks" if values.given("loss.num_chunks") else "loss"
-        values.wrong(stated, f"{n_chunks} chunks; valid: {valid}")
+        values.refuse(stated, f"{n_chunks} chunks; valid: {valid}")
         return 0
     return micro_batch * on_rank // n_chunks if n_chunks > 1 else 0
 
@@ -270,8 +140,10 @@ def _degrees(values: Values, world: int, model: ModelSpec) -> dict[str, Any]:
     for name in ("tensor", "pipeline", "context", "expert", "data_parallel_replicate"):
         option = f"{name}_degree" if "_" in name else f"{name}_parallel_degree"
         if _parallel(values, option) < 1:
-            stated = next(each for section in _SECTIONS if values.given(each := f"{section}.{option}"))
-            values.wrong(stated, "valid: 1 or more")
+            stated = next(
+                section_option for section in SECTIONS if values.given(section_option := f"{section}.{option}")
+            )
+            values.refuse(stated, "valid: 1 or more")
     if values.given("training.data_parallel_degree"):
         shard = values["training.data_parallel_degree"]
     inner = max(tp, 1) * max(pp, 1) * max(cp, 1) * max(replicate, 1)
@@ -289,7 +161,7 @@ def _degrees(values: Values, world: int, model: ModelSpec) -> dict[str, Any]:
         result["zero_pp_gather"] = "microbatch"
     result["ep"] = _parallel(values, "expert_parallel_degree") * _parallel(values, "expert_tensor_parallel_degree")
     if result["ep"] > 1 and model.moe is None:
-        values.changes |= dict.fromkeys(_EXPERT_DEGREES, "the model has no experts")
+        values.changes |= dict.fromkeys(EXPERT_DEGREES, "the model has no experts")
         result["ep"] = 1
     if cp > 1:
         gathers = _parallel(values, "context_parallel_rotate_method") == "allgather"
@@ -341,20 +213,20 @@ def _recompute(values: Values, model: ModelSpec, stages: int) -> dict[str, Any]:
     if every.isdecimal() and int(every) > 0:
         return {"recompute": "full", "recompute_layers": max(model.n_layers // stages // int(every), 1)}
     if every != "op":
-        values.wrong("activation_checkpoint.selective_ac_option", "valid: op, or a whole number of layers")
+        values.refuse("activation_checkpoint.selective_ac_option", "valid: op, or a whole number of layers")
     return {"recompute": "selective"}
 
 
 def _precision(values: Values) -> str:
     places = ("model.converters", "model_converters.converters", "model_spec.converters")
-    stated = [(place, each) for place in places for each in values[place]]
-    for place, each in stated:
-        if "nvfp4" in each.lower():
-            values.wrong(place, "a step in nvfp4 has no price; supported: Float8, MXFP8")
-        elif not re.search("float8|mx", each.lower()):
+    stated = [(place, converter) for place in places for converter in values[place]]
+    for place, converter in stated:
+        if "nvfp4" in converter.lower():
+            values.refuse(place, "a step in nvfp4 has no price; supported: Float8, MXFP8")
+        elif not re.search("float8|mx", converter.lower()):
             where = values.settings[place].where
-            values.assumed.append(f"{where}: {each.removesuffix('.Config')} has no counterpart; it is left out")
-    converters = " ".join(each for _, each in stated).lower()
+            values.assumed.append(f"{where}: {converter.removesuffix('.Config')} has no counterpart; it is left out")
+    converters = " ".join(converter for _, converter in stated).lower()
     if "mx" in converters:
         return "mxfp8"
     if "float8" in converters or values["float8.enable_float8_linear"]:
@@ -424,12 +296,12 @@ def write(described: DescribedRun, choice: Choice) -> dict[str, Any]:
         chunked = layout.loss_chunk_tokens > 0
         options["loss"] = _CHUNKED[0] if chunked else _LOSSES[0]
         options["loss.num_chunks"] = tokens // layout.loss_chunk_tokens if chunked else None
-    if any(f"training.{name}" in described.stated for name in _TOKENS):
+    if any(f"training.{name}" in described.stated for name in TOKENS):
         micro_batches = described.global_batch // layout.data_ranks // choice.micro_batch
         modes = {mode: name for name, mode in _MODES.items()}
         return options | {
-            f"training.{_TOKENS[0]}": choice.micro_batch * described.seq_len,
-            f"training.{_TOKENS[1]}": described.global_batch * described.seq_len,
+            f"training.{TOKENS[0]}": choice.micro_batch * described.seq_len,
+            f"training.{TOKENS[1]}": described.global_batch * described.seq_len,
             f"{part}pipeline_parallel_microbatch_size": None,
             f"{part}context_parallel_rotate_method": None,
             f"{part}num_pp_microbatches": micro_batches if layout.pp > 1 else None,

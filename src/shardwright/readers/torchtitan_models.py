@@ -122,18 +122,18 @@ def model_of(values: Values) -> ModelSpec:
         if not values.given(option):
             values.problems.append(f"{values.source}: model.flavor is missing; give the sizes by --model config.json")
     elif values["hf_model"] is not None:
-        values.wrong(
+        values.refuse(
             "hf_model", f"flavor {flavor} changes the sizes of its config.json, which is not here; give --model"
         )
     elif name is None:
-        values.wrong(
+        values.refuse(
             option,
             "the file does not name the model of this flavor: it imports no model_registry from torchtitan.models; "
             "give --model config.json",
         )
     elif model is None:
         some = f"flavors of {name}: {', '.join(known)}" if known else f"known models: {', '.join(FLAVORS)}"
-        values.wrong(option, f"the sizes of {name} {flavor} are not known here ({some}); give --model config.json")
+        values.refuse(option, f"the sizes of {name} {flavor} are not known here ({some}); give --model config.json")
     elif str(flavor).lower() in _WITH_IMAGES.get(name, ()):
         values.assumed.append(f"{name} {flavor}: its text decoder is priced, and its vision encoder is not")
     return replace(model or PRESETS["debug"], mtp_modules=values["model_spec.num_mtp_layers"])
@@ -147,7 +147,7 @@ def _model_name(values: Values) -> str | None:
     module = str(values["model_spec.module"] or "")
     if (name := _package(module, Path(values.source).absolute())) is not None:
         return name
-    name = next((each for each in sorted(FLAVORS, key=len, reverse=True) if each in values.source.lower()), None)
+    name = next((flavor for flavor in sorted(FLAVORS, key=len, reverse=True) if flavor in values.source.lower()), None)
     if name is not None:
         values.assumed.append(f"the model is {name}, the name in the path of the file: the file names none")
     elif not values.given("model_spec"):
@@ -159,9 +159,9 @@ def _model_name(values: Values) -> str | None:
 def _package(module: str, file: Path) -> str | None:
     """Return the name of the model's package, or None. A relative module is in the folder of the file, which is a
     package of torchtitan.models if the file is its config_registry.py."""
-    packages = [each for each in module.split(".") if each not in ("", "config_registry")]
+    packages = [package for package in module.split(".") if package not in ("", "config_registry")]
     levels = len(module) - len(module.lstrip("."))
-    if known := [each for each in packages if each in FLAVORS]:
+    if known := [package for package in packages if package in FLAVORS]:
         return known[-1]
     if packages and not levels:
         return packages[-1]

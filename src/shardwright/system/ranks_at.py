@@ -288,7 +288,7 @@ def _of(
     fates: Mapping[int, str],
     now_s: float,
 ) -> str:
-    """Return the description of one rank: its fate, where it runs, and what it is doing."""
+    """Return the description of one rank: its fate, its host and its current position."""
     state, who, dump = states[rank], identities.get(rank), dumps.get(rank)
     runs = "does not answer" if dump is None else "runs, and does not come to where the others wait"
     words = [f"rank {rank} {fates.get(rank, runs)}"]
