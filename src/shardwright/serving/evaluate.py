@@ -218,7 +218,7 @@ def _table(constants: _Constants, key: tuple[Any, ...], held: _CachedCase) -> tu
     case = held.case
     serving = serving_of(case, constants.fitted.rates(case.engine.name, case.cluster.accelerator.die))
     held_bytes = memory(serving, Settings.from_layouts([case.degrees]), case.engine, case.input_len + case.output_len)
-    tokens = float(np.max(held_bytes.cache / held_bytes.token)) * case.degrees.dp
+    tokens = float(np.max(held_bytes.cache_tokens(case.degrees.dp)))
     return PassTable(serving, case.degrees, case.engine.max_tokens), tokens
 
 
