@@ -12,6 +12,7 @@ import numpy as np
 from shardwright.cost.hardware import Cluster
 from shardwright.cost.job import Floats
 from shardwright.model.spec import ModelSpec
+from shardwright.planner.nearest import MOST_TIMES, more_accelerators, smallest_changes
 from shardwright.serving import forms
 from shardwright.serving.engines import USUAL, ServingEngine
 from shardwright.serving.memory import ServingMemory, largest_batch, memory
@@ -392,30 +393,34 @@ def arrivals(task: ServingTask, per_s: float, under_way: int) -> list[ServingReq
     return poisson(per_s, [task.input_len] * n, [task.output_len] * n)
 
 
-def smaller_need(task: ServingTask) -> Iterator[str]:
-    """Yield changes after which weights and one request fit, if nothing fits. Each is tried."""
-    serving = task.serving
-    chip = serving.cluster.accelerator
-    tries = []
-    if "bf16" in chip.flops_per_s and serving.precision == "fp32":
-        tries.append(("--precision bf16", replace(serving, precision="bf16", kv_precision="bf16")))
-    if "fp8" in chip.flops_per_s and serving.precision != "fp8":
-        tries.append(("--precision fp8", replace(serving, precision="fp8")))
-    if "fp8" in chip.flops_per_s and serving.kv_precision != "fp8":
-        tries.append(("--kv-precision fp8", replace(serving, kv_precision="fp8")))
-    for words, changed in tries:
-        if _fits(replace(task, serving=changed)):
-            yield words
-    if chip.on_host:  # more ranks have no more memory together
-        return
-    size = serving.cluster.size
-    for _ in range(8):
-        size *= 2
-        node = max(serving.cluster.node_size, min(size, 8))
-        larger = replace(serving.cluster, size=size, node_size=node if size % node == 0 else serving.cluster.node_size)
-        if _fits(replace(task, serving=replace(serving, cluster=larger))):
-            yield f"{size} accelerators instead of {serving.cluster.size}"
-            return
+def smaller_need(task: ServingTask) -> list[str]:
+    """Return changes after which weights and one request fit, if nothing fits. Each is tried."""
+    chip = task.serving.cluster.accelerator
+    # More ranks of a processor have no more memory together.
+    kinds = [*([each] for each in _narrower(task.serving)), *([] if chip.on_host else [_larger(task.serving)])]
+    return [words for words, _ in smallest_changes(kinds, lambda each: _fits(replace(task, serving=each[1])))]
+
+
+def _narrower(serving: Serving) -> Iterator[tuple[str, Serving]]:
+    """Yield fewer bits of weights, and of the cache."""
+    known = serving.cluster.accelerator.flops_per_s
+    if "bf16" in known and serving.precision == "fp32":
+        yield "--precision bf16", replace(serving, precision="bf16", kv_precision="bf16")
+    if "fp8" in known and serving.precision != "fp8":
+        yield "--precision fp8", replace(serving, precision="fp8")
+    if "fp8" in known and serving.kv_precision != "fp8":
+        yield "--kv-precision fp8", replace(serving, kv_precision="fp8")
+
+
+def _larger(serving: Serving) -> Iterator[tuple[str, Serving]]:
+    """Yield more accelerators: two, four, eight, ... times the number."""
+    cluster, times = serving.cluster, 2
+    while times <= MOST_TIMES:
+        size = cluster.size * times
+        node = max(cluster.node_size, min(size, 8))
+        larger = replace(cluster, size=size, node_size=node if size % node == 0 else cluster.node_size)
+        yield more_accelerators(cluster, times), replace(serving, cluster=larger)
+        times *= 2
 
 
 def _fits(task: ServingTask) -> bool:
