@@ -43,7 +43,7 @@ class ServingMemory:
 
     def cache_tokens(self, dp: ArrayLike) -> Floats:
         """Return the tokens for which the caches of an instance have room."""
-        return np.asarray(self.cache / self.token * dp)
+        return self.cache / self.token * np.asarray(dp)
 
     def batch(self, length: ArrayLike, dp: ArrayLike) -> Floats:
         """Return the requests of an instance that fit next to the weights, each of `length` cached tokens; may be 0."""
