@@ -30,8 +30,9 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 
 from shardwright.cost.calibration import CALIBRATED, LEFT_OUT, OTHERS, PACKAGED, Calibration
+from shardwright.planner.error_summary import COVERED
 from shardwright.planner.evaluate import MEASURED_RUNS, step_seconds, timed_run
-from shardwright.planner.headline import COVERED, TERMS, features
+from shardwright.planner.headline import TERMS, features
 from shardwright.planner.measured_run import PredictableRun
 from shardwright.planner.recommendation import moved_share
 from shardwright.planner.runs import read_runs

@@ -69,7 +69,7 @@ def test_where_no_layout_fits_it_says_what_would():
     result = serve("--model", "llama-3.1-405b", "--cluster", "a100:8", "--input-len", 1000, "--output-len", 100)
     assert result.exit_code == 1
     assert "nothing fits" in result.output
-    assert "16 accelerators instead of 8" in result.output
+    assert "16 accelerators of the same kind, twice as many" in result.output
 
 
 def test_where_no_layout_keeps_the_limits_it_says_what_the_best_is():

@@ -184,7 +184,7 @@ def test_what_cannot_be_priced_on_a_processor_is_refused(mine: Path, tmp_path: P
     large = serve("--model", "llama-3.1-8b", *here)
     assert large.exit_code == 1
     assert "nothing fits" in large.output
-    assert "accelerators instead" not in large.output  # ranks of a processor share its memory
+    assert "accelerators of the same kind" not in large.output  # ranks of a processor share its memory
 
 
 def test_experts_of_generate_are_whole():

@@ -100,7 +100,7 @@ def test_a_rate_that_is_too_high_is_not_kept_and_says_what_is():
 def test_what_would_fit_does():
     there = task("llama-3.1-405b", "h100:8", precision="bf16")
     assert not search(there).options
-    assert "--precision fp8" in list(smaller_need(there))
+    assert "--precision fp8" in smaller_need(there)
     changed = replace(there, serving=replace(there.serving, precision="fp8"))
     assert search(changed).options
 

@@ -41,6 +41,7 @@ from shardwright.report.plan_view import explained_document, job_note, layout_pa
 from shardwright.system.errors import InputError
 from shardwright.system.units import GiB, format_bytes, format_seconds
 from shardwright.view.document import (
+    FOUR_DIGITS,
     NUMBER,
     Column,
     Facts,
@@ -48,7 +49,6 @@ from shardwright.view.document import (
     Note,
     Part,
     Picture,
-    Quantity,
     Table,
     VerbDocument,
 )
@@ -246,8 +246,7 @@ def answer(state: PageState) -> PageAnswer:
 def compared(pinned: PageState, state: PageState) -> list[Part]:
     """Return the difference from the pinned state, term by term."""
     found = diff(pinned.priced, state.priced, explained=False)
-    per = "a step" if found.a.job.tokens == found.b.job.tokens else "a token"
-    verdict = time_verdict(found.slower, per, "the pinned one", "this layout")
+    verdict = time_verdict(found.slower, found.per, "the pinned one", "this layout")
     parts: list[Part] = [Note(f"{verdict}; pinned: {pinned.choice}")]
     changed = [(name, one, other) for name, (one, other) in found.choices.items()]
     if changed:
@@ -260,9 +259,10 @@ def compared(pinned: PageState, state: PageState) -> list[Part]:
         rows = [
             (each.name, each.a / unit, each.b / unit, _more(each.more / unit, max(whole) / unit)) for each in all_terms
         ]
-        value = Quantity("{:.4g}".format)
         parts.append(
-            Table((Column(title), Column("pinned", value), Column("now", value), Column("more", NUMBER)), rows)
+            Table(
+                (Column(title), Column("pinned", FOUR_DIGITS), Column("now", FOUR_DIGITS), Column("more", NUMBER)), rows
+            )
         )
     return parts
 

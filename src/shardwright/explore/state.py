@@ -31,7 +31,7 @@ from shardwright.model.by_sizes import spec_of_sizes
 from shardwright.model.presets import resolve
 from shardwright.model.spec import ModelSpec
 from shardwright.optimizers import OPTIMIZERS
-from shardwright.planner.choice import Choice, PricedLayout, pairs
+from shardwright.planner.choice import Choice, PricedLayout, micro_batch_problem, pairs
 from shardwright.planner.search import MARGIN, limit_bytes
 from shardwright.planner.whole_run import TrainingGoal, interruptions
 from shardwright.system.errors import InputError, collecting, nearest
@@ -263,12 +263,8 @@ def _job(values: Mapping[str, str], hardware: Path | None) -> Job:
         if text[key] not in choices:
             wrong.append(f"{key}={text[key]}: not one of the choices; {nearest(text[key], choices)}")
     if machine is not None and text["precision"] in FORMATS:
-        rates = machine.accelerator.flops_per_s
-        if FORMATS[text["precision"]].peak not in rates:
-            wrong.append(
-                f"precision={text['precision']}: the peak of {machine.accelerator.name} in it is not known; known: "
-                f"{', '.join(rates)}"
-            )
+        problem = machine.accelerator.peak_problem(FORMATS[text["precision"]].peak)
+        wrong += [] if problem is None else [f"precision={text['precision']}: {problem}"]
     if wrong or model is None or machine is None:
         raise InputError(*wrong)
     job = Job(
@@ -333,8 +329,8 @@ def _choice(values: Mapping[str, str], job: Job) -> Choice:
             continue
         with collecting(wrong):
             given |= layout_value(key, text)
-    if given.get("micro_batch", 1) < 1:
-        wrong.append(f"micro_batch={given['micro_batch']}: sequences at a time, 1 or more")
+    if "micro_batch" in given and (rule := micro_batch_problem(given["micro_batch"])):
+        wrong.append(f"micro_batch={given['micro_batch']}: {rule}")
     if wrong:
         raise InputError(*wrong)
     return _choice_of(given, job)

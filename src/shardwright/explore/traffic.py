@@ -15,9 +15,7 @@ from shardwright.cost.traffic import step_messages
 from shardwright.layout.box import DENSE_AXES
 from shardwright.planner.choice import PricedLayout
 from shardwright.system.units import percent
-from shardwright.view.document import BYTES, NUMBER, SECONDS, Column, Quantity, Table
-
-COUNT = Quantity("{:,.0f}".format)
+from shardwright.view.document import BYTES, NUMBER, ROUNDED, SECONDS, Column, Table
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ def overlap_table(priced: PricedLayout, messages: Sequence[SentMessage]) -> Tabl
 
 def message_table(messages: Iterable[SentMessage], patterns: Sequence[str] = ("*",)) -> Table:
     """Return the messages whose names match one of the patterns."""
-    columns = Column("message"), Column("kind"), Column("ranks", COUNT), Column("calls", COUNT)
+    columns = Column("message"), Column("kind"), Column("ranks", ROUNDED), Column("calls", ROUNDED)
     return Table(
         (*columns, Column("of a call", BYTES), Column("one after another", SECONDS)), [*_rows(messages, patterns)]
     )

@@ -39,6 +39,11 @@ class Choice:
         return self.layout.settings() | {"micro_batch": self.micro_batch}
 
 
+def micro_batch_problem(value: Any) -> str | None:
+    """Return the rule that a micro-batch breaks, None if it breaks none."""
+    return None if type(value) is int and value >= 1 else "sequences at a time, 1 or more"
+
+
 def read(text: str) -> Choice:
     """Parse `key=value` pairs, separated by commas: keys of a run file's layout section, and micro_batch.
 
@@ -47,8 +52,8 @@ def read(text: str) -> Choice:
     """
     values, problems = pairs(text, "--explain")
     micro_batch = values.pop("micro_batch", 1)
-    if micro_batch < 1:
-        problems.append(f"--explain micro_batch={micro_batch}: sequences at a time, 1 or more")
+    if rule := micro_batch_problem(micro_batch):
+        problems.append(f"--explain micro_batch={micro_batch}: {rule}")
     try:
         layout = Layout(**values)
     except LayoutError as error:

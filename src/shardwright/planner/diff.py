@@ -49,6 +49,11 @@ class PlanDifference:
         """Return the second step's time relative to the first, less 1; per token if their numbers differ."""
         return self.b.step_s / self.b.job.tokens / (self.a.step_s / self.a.job.tokens) - 1
 
+    @property
+    def per(self) -> str:
+        """Return the unit of work by which the times are compared."""
+        return "a step" if self.a.job.tokens == self.b.job.tokens else "a token"
+
     def as_json(self) -> dict[str, Any]:
         """Return the difference as a JSON document."""
         sides = {

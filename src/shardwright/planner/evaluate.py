@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,8 @@ import numpy as np
 from shardwright.cost.calibration import CALIBRATED, LEFT_OUT, Calibration
 from shardwright.cost.job import Job
 from shardwright.cost.step import StepTime, step_time
-from shardwright.planner.headline import COVERED, interval_s
+from shardwright.planner.error_summary import ComparedRow, ErrorSummary, grouped, legend, summary, summary_lines
+from shardwright.planner.headline import interval_s
 from shardwright.planner.measured_run import PredictableRun, SkippedRun
 from shardwright.planner.runs import read_runs
 from shardwright.planner.whole_run import TrainingGoal, WholeRun, whole_run
@@ -69,22 +69,12 @@ class PredictedRun:
         return None if pair is None else pair[0] / pair[1] - 1
 
 
-@dataclass(frozen=True)
-class PlanErrorSummary:
-    """Errors of one quantity over the rows of one source or family, as shares. With constants fitted without the
-    family: `left_out` is the mean absolute error and `inside` the share of rows inside their intervals, else None.
-    """
+@dataclass(frozen=True, kw_only=True)
+class PlanErrorSummary(ErrorSummary):
+    """Errors of one quantity over the rows of one source or family."""
 
     group: str
     quantity: str
-    n: int
-    mean_absolute: float
-    median_absolute: float
-    bias: float
-    worst: float
-    worst_row: int
-    left_out: float | None
-    inside: float | None
 
 
 @dataclass(frozen=True)
@@ -173,26 +163,11 @@ def report_lines(found: PlanEvaluation) -> Iterator[str]:
         if (days := row.pair("whole run")) is not None:
             line += f"  {days[1]:.4g} days measured, {days[0]:.4g} predicted, {days[0] / days[1] - 1:+.1%}"
         yield line.rstrip()
-    yield from _grouped("skipped", ((each.reason, each.row) for each in found.skipped))
-    yield from _grouped("assumed", ((text, row.run.row) for row in found.rows for text in row.run.assumed))
-    yield from _table("source", found.summaries)
-    yield from _table("family", found.families)
-    if any(each.left_out is not None for each in found.summaries):
-        yield "left out: mean absolute error by constants that were fitted without this family;"
-        yield f"inside: rows whose measured time is in the {COVERED:.0%} interval of that prediction"
-
-
-def _table(groups: str, summaries: Sequence[PlanErrorSummary]) -> Iterator[str]:
-    yield ""
-    titles = "mean abs", "median", "bias", "worst", "in row", "left out", "inside", "rows"
-    yield " ".join(f"{title:>8}" for title in titles) + f"  what, {groups}"
-    for each in summaries:
-        left_out = "" if each.left_out is None else f"{each.left_out:.1%}"
-        inside = "" if each.inside is None else f"{each.inside:.0%}"
-        yield (
-            f"{each.mean_absolute:>8.1%} {each.median_absolute:>8.1%} {each.bias:>+8.1%} {each.worst:>+8.1%} "
-            f"{each.worst_row:>8} {left_out:>8} {inside:>8} {each.n:>8}  {each.quantity}, {each.group}"
-        )
+    yield from grouped("skipped", ((each.reason, each.row) for each in found.skipped))
+    yield from grouped("assumed", ((text, row.run.row) for row in found.rows for text in row.run.assumed))
+    for title, summaries in (("source", found.summaries), ("family", found.families)):
+        yield from summary_lines(f"what, {title}", summaries, lambda each: f"{each.quantity}, {each.group}")
+    yield from legend("family", found.summaries)
 
 
 def _predict(run: PredictableRun) -> PredictedRun | SkippedRun:
@@ -216,33 +191,14 @@ def _predict(run: PredictableRun) -> PredictedRun | SkippedRun:
 
 
 def _summary(group: str, quantity: str, rows: Sequence[PredictedRun]) -> PlanErrorSummary | None:
-    errors = [(row, error) for row in rows if (error := row.error(quantity)) is not None]
-    if not errors:
-        return None
-    worst_row, worst = max(errors, key=lambda each: abs(each[1]))
-    left_out = [
-        abs(row.left_out_s / row.run.measured.step_time_s - 1)
-        for row, _ in errors
-        if quantity == "step time" and row.left_out_s is not None and row.run.measured.step_time_s is not None
-    ]
-    inside = [
-        interval[0] <= pair[1] <= interval[1]
-        for row, _ in errors
-        if (interval := row.interval(quantity)) is not None and (pair := row.pair(quantity)) is not None
-    ]
-    values = [error for _, error in errors]
-    return PlanErrorSummary(
-        group=group,
-        quantity=quantity,
-        n=len(values),
-        mean_absolute=fmean(map(abs, values)),
-        median_absolute=median(map(abs, values)),
-        bias=fmean(values),
-        worst=worst,
-        worst_row=worst_row.run.row,
-        left_out=fmean(left_out) if left_out else None,
-        inside=fmean(inside) if inside else None,
-    )
+    compared = [
+        ComparedRow(
+            row.run.row, *pair, row.left_out_s if quantity == "step time" else None, row.interval(quantity)
+        )
+        for row in rows
+        if (pair := row.pair(quantity)) is not None
+    ]  # fmt: skip
+    return summary(PlanErrorSummary, compared, group=group, quantity=quantity) if compared else None
 
 
 def _names(run: PredictableRun | SkippedRun) -> dict[str, Any]:
@@ -270,13 +226,3 @@ def _row_json(row: PredictedRun) -> dict[str, Any]:
             "assumed": list(run.assumed),
         }
     )
-
-
-def _grouped(what: str, found: Iterable[tuple[str, int]]) -> Iterator[str]:
-    """Yield each text once, with the rows that it applies to and their number."""
-    rows: dict[str, list[int]] = {}
-    for text, row in found:
-        rows.setdefault(text, []).append(row)
-    for text, numbers in rows.items():
-        few = ", ".join(map(str, numbers[:6])) + (", ..." if len(numbers) > 6 else "")
-        yield f"{what} ({len(numbers)} {'rows' if len(numbers) > 1 else 'row'}: {few}): {text}"

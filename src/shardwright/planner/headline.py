@@ -98,8 +98,6 @@ def headline(priced: PricedLayout) -> PlanHeadline:
 
 
 TERMS = ("base", "outside", "experts", "narrow", "attention", "unmeasured")
-COVERED = 0.8
-"""Share of runs that the interval contains."""
 KNOWN = ("matmuls", "attention", "recomputation")
 """Parts of a step that are computation at known rates."""
 

@@ -1,10 +1,11 @@
 """Changes that make a model fit if no layout does. Each change is tried, and reported only if it works."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil, gcd
-from typing import Any
+from typing import Any, TypeVar
 
+from shardwright.cost.hardware import Cluster
 from shardwright.cost.job import Job
 from shardwright.cost.stack import SHARDWRIGHT, SHARDWRIGHT_COMPILED
 from shardwright.model.lora_sizes import LoraSpec
@@ -40,6 +41,21 @@ class PlanRemedy:
     job: Job
 
 
+Change = TypeVar("Change")
+
+
+def smallest_changes(kinds: Iterable[Iterable[Change]], works: Callable[[Change], bool]) -> list[Change]:
+    """Return the first change of each kind that works; of a kind without one, none."""
+    found = [next(filter(works, kind), None) for kind in kinds]
+    return [each for each in found if each is not None]
+
+
+def more_accelerators(cluster: Cluster, times: int) -> str:
+    """Return the change to a multiple of a cluster's accelerators, in words."""
+    more = "twice" if times == 2 else f"{times} times"
+    return f"{cluster.size * times} accelerators of the same kind, {more} as many"
+
+
 def remedies(job: Job, memory_margin: float, fixed: FixedChoices | None = None) -> list[PlanRemedy]:
     """Return single changes of the job after which some layout with the fixed values fits, the smallest change of each
     kind. The first remedy is to drop the fixed values, if some layout then fits.
@@ -56,8 +72,7 @@ def remedies(job: Job, memory_margin: float, fixed: FixedChoices | None = None) 
             return False
 
     kinds = (_larger(job), _even(job), _shorter(job), _narrower(job), _lighter(job), _adapters(job))
-    found = [next((each for each in kind if works(each.job)), None) for kind in kinds]
-    remedies = [each for each in found if each is not None]
+    remedies = smallest_changes(kinds, lambda each: works(each.job))
     if fixed is not None and works(job, condition=None):
         remedies.insert(0, PlanRemedy(f"another layout: leave out {OPTION} {fixed}", job))
     chosen = fixed.values if fixed else {}
@@ -103,10 +118,8 @@ def _larger(job: Job) -> Iterator[PlanRemedy]:
     """Yield more accelerators: two, three, four, ... times the number."""
     times = 2
     while times <= MOST_TIMES:
-        size = job.cluster.size * times
-        cluster = replace(job.cluster, size=size)
-        more = "twice" if times == 2 else f"{times} times"
-        yield PlanRemedy(f"{size} accelerators of the same kind, {more} as many", replace(job, cluster=cluster))
+        cluster = replace(job.cluster, size=job.cluster.size * times)
+        yield PlanRemedy(more_accelerators(job.cluster, times), replace(job, cluster=cluster))
         times = times + 1 if times < 4 else times * 2
 
 

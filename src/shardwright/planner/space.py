@@ -40,7 +40,7 @@ from shardwright.layout.key import written
 from shardwright.layout.keys import KEYS
 from shardwright.layout.layout import Layout, batch_divides, zero_fits
 from shardwright.model.spec import ModelSpec
-from shardwright.planner.choice import pairs
+from shardwright.planner.choice import micro_batch_problem, pairs
 from shardwright.split.rules import (
     expert_shards_fit,
     expert_sizes,
@@ -314,11 +314,9 @@ def fixed_values(values: Mapping[str, Any]) -> FixedChoices:
 
 def _checked(values: Mapping[str, Any], problems: list[str]) -> FixedChoices:
     for name, value in values.items():
-        rule = None if name == "micro_batch" else KEYS[name].problem(value)
+        rule = micro_batch_problem(value) if name == "micro_batch" else KEYS[name].problem(value)
         if rule is not None:
             problems.append(f"{OPTION} {name}={written(value)}: {rule}")
-        elif name == "micro_batch" and (type(value) is not int or value < 1):
-            problems.append(f"{OPTION} micro_batch={value}: sequences at a time, 1 or more")
         elif name != "micro_batch" and value in KEYS[name].not_priced():
             problems.append(f"{OPTION} {name}={written(value)}: plan has no formulas for it")
     if not values and not problems:

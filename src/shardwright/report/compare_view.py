@@ -10,11 +10,9 @@ from shardwright.planner.search import Plan
 from shardwright.planner.whole_run import StageError, TrainingGoal, WholeRun, whole_run_on
 from shardwright.report.whole_run_view import days_in_words
 from shardwright.system.units import GiB, format_count
-from shardwright.view.document import CODE, COUNT, Column, Note, Part, Quantity, Table, VerbDocument
+from shardwright.view.document import CODE, COUNT, FOUR_DIGITS, SHARE, Column, Note, Part, Quantity, Table, VerbDocument
 
-STEP_S = Quantity("{:.4g}".format)
 CHANGE = Quantity("{:+.1%}".format)
-MFU = Quantity("{:.1%}".format)
 MEMORY = Quantity(lambda n_bytes: f"{n_bytes / GiB:.1f}")
 EACH = Quantity(format_count)
 DAYS = Quantity("{:,.1f}".format)
@@ -23,8 +21,13 @@ DAYS = Quantity("{:,.1f}".format)
 def compare_view(name: str, plans: Sequence[Plan], goal: TrainingGoal | None) -> VerbDocument:
     """Return the document. The rows are in the order of the clusters; with a goal, notes rank them by days and cost."""
     job, first = plans[0].job, plans[0].recommended
-    columns = [Column("cluster"), Column("step s", STEP_S), Column("change", CHANGE), Column("tokens/s each", EACH)]
-    columns += [Column("MFU", MFU), Column("GiB", MEMORY)]
+    columns = [
+        Column("cluster"),
+        Column("step s", FOUR_DIGITS),
+        Column("change", CHANGE),
+        Column("tokens/s each", EACH),
+    ]
+    columns += [Column("MFU", SHARE), Column("GiB", MEMORY)]
     columns += [Column("days", DAYS), Column("accelerator-hours", COUNT), Column("cost", COUNT)] if goal else []
     rows: list[tuple[Any, ...]] = []
     runs: dict[str, WholeRun] = {}

@@ -23,10 +23,9 @@ def diff_view(difference: PlanDifference, names: tuple[str, str]) -> VerbDocumen
     if difference.choices:
         changes = ", ".join(f"{name} {one} -> {other}" for name, (one, other) in difference.choices.items())
         parts.append(Note(f"differ in {changes}"))
-    per = "a step" if a.job.tokens == b.job.tokens else "a token"
     parts.append(Section("Step time"))
     if difference.time:
-        parts.append(Note(time_verdict(difference.slower, per), tone="strong"))
+        parts.append(Note(time_verdict(difference.slower, difference.per), tone="strong"))
         parts += [_table("time", "s", difference.time, 1.0, (a.step_s, b.step_s)), *_formulas(difference.time)]
     else:
         parts.append(Note("both take the same time"))

@@ -41,8 +41,10 @@ from shardwright.report.whole_run_view import whole_run_parts
 from shardwright.system.units import GiB, MiB, counted, format_bytes, format_count, format_seconds
 from shardwright.view.document import (
     CODE,
+    FOUR_DIGITS,
     NUMBER,
     SECONDS,
+    SHARE,
     Code,
     Column,
     Fact,
@@ -61,9 +63,7 @@ ROUNDING = 1e-9
 """Share of a step below which a part is only the rounding error of a difference of equal numbers."""
 BARS = 9
 """Most layouts in the picture of the step time."""
-SHARE = Quantity("{:.1%}".format)
 LOSS = Quantity("{:+.2%}".format)
-STEP_S = Quantity("{:.4g}".format)
 IN_MS = Quantity(lambda seconds: f"{1e3 * seconds:.4g}")
 
 
@@ -268,7 +268,7 @@ def _memory_facts(priced: PricedLayout, limit_bytes: float) -> Iterator[Fact]:
 
 def _seconds(name: str, step_s: float) -> Column:
     """Return a column of times next to a step of `step_s`: in seconds, or in ms if the step is shorter than one."""
-    return Column(f"{name} s".strip(), STEP_S) if step_s >= 1 else Column(f"{name} ms".strip(), IN_MS)
+    return Column(f"{name} s".strip(), FOUR_DIGITS) if step_s >= 1 else Column(f"{name} ms".strip(), IN_MS)
 
 
 def _bytes(peak_bytes: float, digits: int) -> Column:

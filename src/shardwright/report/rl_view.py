@@ -153,14 +153,13 @@ def rl_data(plan: RLPlan, name: str) -> dict[str, Any]:
 
 
 def _step_data(step: RLStep) -> dict[str, Any]:
-    layout = step.generation.layout
     return {
         "step_s": step.total_s,
         "tokens_per_s_per_accelerator": step.tokens_per_s,
         "separate": step.separate,
         "generation_accelerators": step.generation.size,
         "training_accelerators": step.training.size,
-        "generation": {"replicas": layout.replicas, **layout.degrees._asdict(), "tail_s": step.generation.tail_s},
+        "generation": {**step.generation.layout.as_json(), "tail_s": step.generation.tail_s},
         "training": step.training.text,
         "parts_s": step.parts_s,
         "hidden": list(step.hidden()),

@@ -24,6 +24,7 @@ from shardwright.view.document import (
     CODE,
     COUNT,
     NUMBER,
+    SHARE,
     Code,
     Column,
     Fact,
@@ -38,7 +39,6 @@ from shardwright.view.document import (
 )
 
 _DATE = Quantity(lambda time: f"{datetime.fromisoformat(time).astimezone(UTC):%Y-%m-%d %H:%M} UTC", left=True)
-_SHARE = Quantity("{:.1%}".format)
 _MILLISECONDS = Quantity(lambda seconds: f"{1000 * seconds:,.1f}")
 MOST_ROWS = 400
 """Most rows of a table of a page: the newest starts, events or checkpoints."""
@@ -164,8 +164,8 @@ def _bubbles(step: PipelineNumbers) -> Table:
     columns = (
         Column("rank", NUMBER),
         Column("busy ms", _MILLISECONDS),
-        Column("bubble planned", _SHARE),
-        Column("bubble measured", _SHARE),
+        Column("bubble planned", SHARE),
+        Column("bubble measured", SHARE),
         Column("peak in flight", Quantity("{:g}".format)),
     )
     return Table(

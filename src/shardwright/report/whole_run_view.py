@@ -6,10 +6,22 @@ from shardwright.cost.hardware import Cluster
 from shardwright.planner.operations import SAVES
 from shardwright.planner.whole_run import WholeRun
 from shardwright.system.units import format_bytes, format_count, format_seconds
-from shardwright.view.document import COUNT, SECONDS, Column, Fact, Facts, Marked, Note, Part, Quantity, Section, Table
+from shardwright.view.document import (
+    COUNT,
+    SECONDS,
+    SHARE,
+    Column,
+    Fact,
+    Facts,
+    Marked,
+    Note,
+    Part,
+    Quantity,
+    Section,
+    Table,
+)
 
 DAYS = Quantity("{:,.2f}".format)
-SHARE = Quantity("{:.1%}".format)
 
 
 def days_in_words(days: float) -> str:

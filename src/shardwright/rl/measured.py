@@ -8,7 +8,6 @@ give the length of prompts: it follows from its tokens per second, which count p
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from shardwright.cost.hardware import cluster
 from shardwright.cost.job import RECOMPUTE, Candidates, Job
 from shardwright.cost.step import Estimate
 from shardwright.layout.layout import Layout
+from shardwright.planner.error_summary import ComparedRow, ErrorSummary, summary
 from shardwright.planner.run_columns import (
     accelerator_column,
     choice_column,
@@ -172,9 +172,14 @@ class PredictedStep:
     step: RLStep
 
     @property
+    def compared(self) -> ComparedRow:
+        """Return the seconds of the step, predicted and measured."""
+        return ComparedRow(self.row.id, self.step.total_s, self.row.step_time_s)
+
+    @property
     def error(self) -> float:
         """Return predicted / measured - 1."""
-        return self.step.total_s / self.row.step_time_s - 1
+        return self.compared.error
 
 
 @dataclass(frozen=True)
@@ -198,6 +203,15 @@ class RLEvaluation:
                 found[f"{name.replace('_', ' ')} {value}"] = of_value
         return {name: rows for name, rows in found.items() if rows}
 
+    def summaries(self) -> dict[str, ErrorSummary]:
+        """Return the errors of each group."""
+        return {
+            name: summary(
+                ErrorSummary, [ComparedRow(row.row.id, row.step.total_s, row.row.step_time_s) for row in rows]
+            )
+            for name, rows in self.groups().items()
+        }
+
     def as_json(self) -> dict[str, Any]:
         """Return every row and the errors of each group."""
         rows = [
@@ -206,15 +220,11 @@ class RLEvaluation:
             for each in self.rows
         ]  # fmt: skip
         errors = [
-            {"group": name, "n": len(rows), "mean_absolute": _mean_absolute(rows),
-             "bias": fmean(each.error for each in rows)} for name, rows in self.groups().items()
-        ]  # fmt: skip
+            {"group": name, "n": each.n, "mean_absolute": each.mean_absolute, "bias": each.bias}
+            for name, each in self.summaries().items()
+        ]
         skipped = [{"id": each.id, "why_not": each.why_not} for each in self.skipped]
         return {"file": str(self.path), "rows": rows, "groups": errors, "skipped": skipped}
-
-
-def _mean_absolute(rows: list[PredictedStep]) -> float:
-    return fmean(abs(each.error) for each in rows)
 
 
 def evaluate(path: Path = PUBLISHED, rates: RLRates = RATES) -> RLEvaluation:
@@ -288,5 +298,5 @@ def report_lines(found: RLEvaluation) -> Iterator[str]:
     for row in found.skipped:
         yield f"{row.id:<46} skipped: {row.why_not}"
     yield f"{'mean abs':>9} {'bias':>7} {'rows':>5}  rows of"
-    for name, rows in found.groups().items():
-        yield f"{_mean_absolute(rows):>9.1%} {fmean(each.error for each in rows):>+7.1%} {len(rows):>5}  {name}"
+    for name, errors in found.summaries().items():
+        yield f"{errors.mean_absolute:>9.1%} {errors.bias:>+7.1%} {errors.n:>5}  {name}"

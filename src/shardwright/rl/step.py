@@ -141,7 +141,7 @@ def generation_pool(task: RLTask, layout: ServingLayout, memory_share: float) ->
     )
     length = task.prompt_len + task.answers.mean
     held = memory(serving, Settings.from_layouts([degrees]), engine, length)
-    room = float(np.max(held.cache / held.token)) * degrees.dp
+    room = float(np.max(held.cache_tokens(degrees.dp)))
     if room < task.prompt_len + task.answers.maximum:
         return None
     table = PassTable(serving, degrees, engine.max_tokens)

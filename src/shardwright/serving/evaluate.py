@@ -1,18 +1,17 @@
 """Predictions compared with published measurements of serving."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 
+from shardwright.planner.error_summary import ComparedRow, ErrorSummary, grouped, legend, summary, summary_lines
 from shardwright.serving import forms
-from shardwright.serving.interval import COVERED, KINDS, interval
-from shardwright.serving.measured import FULL, LOOP, ServingCase, SkippedServingRow, as_json, read
+from shardwright.serving.interval import KINDS, interval
+from shardwright.serving.measured import FULL, LOOP, ServingCase, ServingTableRow, SkippedServingRow, as_json, read
 from shardwright.serving.memory import largest_batch, memory
 from shardwright.serving.rates import FittedRates, Rates, fitted
 from shardwright.serving.setting import Serving, Settings
@@ -46,22 +45,13 @@ class ServingPrediction:
         return None if self.left_out is None else interval(self.left_out, KINDS[self.case.line.metric])
 
 
-@dataclass(frozen=True)
-class ServingErrorSummary:
-    """Errors of one metric of one source in one regime, as shares. With constants fitted without the source, or None:
-    `left_out` is the mean absolute error, `inside` the share of rows inside their intervals."""
+@dataclass(frozen=True, kw_only=True)
+class ServingErrorSummary(ErrorSummary):
+    """Errors of one metric of one source in one regime."""
 
     source: str
     regime: str
     metric: str
-    n: int
-    mean_absolute: float
-    median_absolute: float
-    bias: float
-    worst: float
-    worst_row: str
-    left_out: float | None
-    inside: float | None
 
 
 @dataclass(frozen=True)
@@ -79,38 +69,24 @@ class ServingEvaluation:
         for row in self.rows:
             case = row.case
             kinds.setdefault((case.line.source_id, case.regime, case.line.metric), []).append(row)
-        return [_summary(kind, rows) for kind, rows in kinds.items()]
+        return [_summary(*kind, rows) for kind, rows in kinds.items()]
 
     def as_json(self) -> dict[str, Any]:
         """Return `rows`, with the skipped ones after the others, and `sources`."""
         rows = [
-            {
-                "id": row.case.line.id,
-                "source": row.case.line.source_id,
-                "metric": row.case.line.metric,
-                "predicted": row.predicted,
-                "measured": row.case.measured,
-                "left_out": row.left_out,
-                "left_out_interval": row.interval,
-                "skipped": None,
-                **as_json(row.case),
-            }
+            _row_json(row.case.line, row.case.measured)
+            | {"predicted": row.predicted, "left_out": row.left_out, "left_out_interval": row.interval}
+            | as_json(row.case)
             for row in self.rows
         ]
-        skipped = [
-            {
-                "id": each.line.id,
-                "source": each.line.source_id,
-                "metric": each.line.metric,
-                "predicted": None,
-                "measured": float(each.line.value),
-                "left_out": None,
-                "left_out_interval": None,
-                "skipped": each.reason,
-            }
-            for each in self.skipped
-        ]
+        skipped = [_row_json(each.line, float(each.line.value)) | {"skipped": each.reason} for each in self.skipped]
         return {"file": str(self.path), "rows": rows + skipped, "sources": [vars(each) for each in self.summaries]}
+
+
+def _row_json(line: ServingTableRow, measured: float) -> dict[str, Any]:
+    """Return the JSON of a row that has no prediction."""
+    names = {"id": line.id, "source": line.source_id, "metric": line.metric, "measured": measured}
+    return names | dict.fromkeys(("predicted", "left_out", "left_out_interval", "skipped"))
 
 
 def evaluate(path: Path) -> ServingEvaluation:
@@ -242,26 +218,15 @@ def _table(constants: _Constants, key: tuple[Any, ...], held: _CachedCase) -> tu
     case = held.case
     serving = serving_of(case, constants.fitted.rates(case.engine.name, case.cluster.accelerator.die))
     held_bytes = memory(serving, Settings.from_layouts([case.degrees]), case.engine, case.input_len + case.output_len)
-    tokens = float(np.max(held_bytes.cache / held_bytes.token)) * case.degrees.dp
+    tokens = float(np.max(held_bytes.cache_tokens(case.degrees.dp)))
     return PassTable(serving, case.degrees, case.engine.max_tokens), tokens
 
 
-def _summary(kind: tuple[str, str, str], rows: Sequence[ServingPrediction]) -> ServingErrorSummary:
-    errors = [row.error for row in rows]
-    worst = max(rows, key=lambda row: abs(row.error))
-    left_out = [abs(row.left_out / row.case.measured - 1) for row in rows if row.left_out is not None]
-    inside = [low <= row.case.measured <= high for row in rows if row.interval for low, high in (row.interval,)]
-    return ServingErrorSummary(
-        *kind,
-        n=len(rows),
-        mean_absolute=fmean(map(abs, errors)),
-        median_absolute=median(map(abs, errors)),
-        bias=fmean(errors),
-        worst=worst.error,
-        worst_row=worst.case.line.id,
-        left_out=fmean(left_out) if left_out else None,
-        inside=fmean(inside) if inside else None,
-    )
+def _summary(source: str, regime: str, metric: str, rows: Sequence[ServingPrediction]) -> ServingErrorSummary:
+    compared = [
+        ComparedRow(row.case.line.id, row.predicted, row.case.measured, row.left_out, row.interval) for row in rows
+    ]
+    return summary(ServingErrorSummary, compared, source=source, regime=regime, metric=metric)
 
 
 def report_lines(found: ServingEvaluation, every_row: bool = False) -> Iterator[str]:
@@ -275,23 +240,9 @@ def report_lines(found: ServingEvaluation, every_row: bool = False) -> Iterator[
                 f"{line.id[:10]:<10} {line.model[:24]:<24} {line.metric:<22} {row.case.measured:>10.4g} "
                 f"{row.predicted:>10.4g} {row.error:>+7.1%}"
             )
-    yield from _counted_texts("skipped", [each.reason for each in found.skipped])
-    yield from _counted_texts("assumed", [text for row in found.rows for text in row.case.assumed])
-    yield ""
-    titles = "mean abs", "median", "bias", "worst", "left out", "inside", "rows"
-    yield " ".join(f"{title:>8}" for title in titles) + "  source, regime, metric (row of the worst)"
-    for each in found.summaries:
-        left_out = "" if each.left_out is None else f"{each.left_out:.1%}"
-        inside = "" if each.inside is None else f"{each.inside:.0%}"
-        yield (
-            f"{each.mean_absolute:>8.1%} {each.median_absolute:>8.1%} {each.bias:>+8.1%} {each.worst:>+8.1%} "
-            f"{left_out:>8} {inside:>8} {each.n:>8}  {each.source}, {each.regime}, {each.metric} ({each.worst_row})"
-        )
-    if any(each.left_out is not None for each in found.summaries):
-        yield "left out: mean absolute error by constants that were fitted without this source;"
-        yield f"inside: rows whose measured value is in the {COVERED:.0%} interval of that prediction"
-
-
-def _counted_texts(what: str, texts: Sequence[str]) -> Iterator[str]:
-    for text, n in Counter(texts).items():
-        yield f"{what} ({n} {'rows' if n > 1 else 'row'}): {text}"
+    yield from grouped("skipped", ((each.reason, each.line.id) for each in found.skipped))
+    yield from grouped("assumed", ((text, row.case.line.id) for row in found.rows for text in row.case.assumed))
+    yield from summary_lines(
+        "source, regime, metric", found.summaries, lambda each: f"{each.source}, {each.regime}, {each.metric}"
+    )
+    yield from legend("source", found.summaries)

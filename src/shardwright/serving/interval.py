@@ -14,6 +14,8 @@ from math import exp
 
 import numpy as np
 
+from shardwright.planner.error_summary import COVERED
+
 RATE, FIRST, FURTHER = "rate", "first token", "further token"
 KINDS = {
     "output_tokens_per_s": RATE,
@@ -24,7 +26,6 @@ KINDS = {
 }
 """The kind of quantity of each metric; the latency of a whole answer is the inverse of a rate."""
 HALF_WIDTHS = {RATE: 0.183, FIRST: 0.645, FURTHER: 0.246}
-COVERED = 0.8
 
 
 def interval(value: float, kind: str) -> tuple[float, float]:

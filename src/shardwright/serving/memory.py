@@ -41,6 +41,19 @@ class ServingMemory:
     token: Floats
     cache: Floats
 
+    def cache_tokens(self, dp: ArrayLike) -> Floats:
+        """Return the tokens for which the caches of an instance have room."""
+        return self.cache / self.token * np.asarray(dp)
+
+    def batch(self, length: ArrayLike, dp: ArrayLike) -> Floats:
+        """Return the requests of an instance that fit next to the weights, each of `length` cached tokens; may be 0."""
+        f = Formulas(
+            "", floor_cache=self.cache, token_bytes=self.token, length=np.asarray(length), half_block=BLOCK_TOKENS / 2,
+            dp=dp,
+        )  # fmt: skip
+        requests = f.floor_cache / (f.token_bytes * (f.length + f.half_block)) * f.dp
+        return f("largest batch", requests, "arXiv 2309.06180") // 1
+
     def of_layout(self, at: int) -> tuple[float, float, float, float]:
         """Return the four numbers of layout number `at`."""
         each = self.weights, self.working, self.token, self.cache
@@ -115,11 +128,5 @@ def _working(serving: Serving, settings: Settings, engine: ServingEngine) -> Flo
 
 
 def largest_batch(serving: Serving, settings: Settings, length: ArrayLike, engine: ServingEngine) -> Floats:
-    """Return the requests of an instance that fit next to the weights, each of `length` cached tokens; may be 0."""
-    found = memory(serving, settings, engine, float(np.max(length)))
-    f = Formulas(
-        "", floor_cache=found.cache, token_bytes=found.token, length=np.asarray(length), half_block=BLOCK_TOKENS / 2,
-        dp=settings.dp,
-    )  # fmt: skip
-    requests = f.floor_cache / (f.token_bytes * (f.length + f.half_block)) * f.dp
-    return f("largest batch", requests, "arXiv 2309.06180") // 1
+    """Return the requests of an instance that fit (`ServingMemory.batch`)."""
+    return memory(serving, settings, engine, float(np.max(length))).batch(length, settings.dp)

@@ -12,11 +12,12 @@ import numpy as np
 from shardwright.cost.hardware import Cluster
 from shardwright.cost.job import Floats
 from shardwright.model.spec import ModelSpec
+from shardwright.planner.nearest import MOST_TIMES, more_accelerators, smallest_changes
 from shardwright.serving import forms
 from shardwright.serving.engines import USUAL, ServingEngine
-from shardwright.serving.memory import ServingMemory, memory
+from shardwright.serving.memory import ServingMemory, largest_batch, memory
 from shardwright.serving.setting import Degrees, PassBatch, Serving, Settings
-from shardwright.serving.simulate import PassTable, Scheduler, ServedTimes, poisson, run, steady_loop
+from shardwright.serving.simulate import PassTable, Scheduler, ServedTimes, ServingRequest, poisson, run, steady_loop
 from shardwright.serving.work import period_s
 from shardwright.split.rules import experts_divide, layers_divide
 from shardwright.system.units import divisors
@@ -32,8 +33,11 @@ class ServingLayout:
     replicas: int
 
     def __str__(self) -> str:
-        each = f"{self.replicas} x ({self.degrees})" if self.replicas > 1 else str(self.degrees)
-        return each
+        return f"{self.replicas} x ({self.degrees})" if self.replicas > 1 else str(self.degrees)
+
+    def as_json(self) -> dict[str, int]:
+        """Return the layout as JSON."""
+        return {"replicas": self.replicas, **self.degrees._asdict()}
 
 
 def layouts(model: ModelSpec, cluster: Cluster) -> Iterator[ServingLayout]:
@@ -99,6 +103,11 @@ class Speculation:
     drafted: int = 0
     acceptance: float = 0.0
     draft_cost: float = 0.0
+
+    @property
+    def drafting(self) -> float:
+        """Return the time of a pass with its drafting, as a multiple of the pass alone."""
+        return 1 + self.drafted * self.draft_cost
 
     @property
     def accepted(self) -> float:
@@ -229,7 +238,7 @@ def search(task: ServingTask, top: int = 10) -> ServingPlan:
     every = list(layouts(task.serving.model, task.serving.cluster))
     settings = Settings.from_layouts([each.degrees for each in every])
     held = memory(task.serving, settings, task.engine, task.length)
-    largest = np.floor(held.cache / (held.token * (task.length + 16)) * settings.dp + 1e-9)
+    largest = held.batch(task.length, settings.dp)
     options = price(task, every, largest)
     best, missed = _simulated(task, options, held, every, top)
     return ServingPlan(task, every, held, largest, options, pareto(options), best, missed, len(options))
@@ -261,6 +270,14 @@ def _batches(task: ServingTask, layout: ServingLayout, most: int) -> list[int]:
     return batches(limit)
 
 
+def decoding_pass_s(task: ServingTask, settings: Settings, requests: Floats) -> Floats:
+    """Return the seconds of a pass that decodes for `requests` of an instance, with the cost of drafting."""
+    drafted = task.speculation.drafted
+    context = forms.middle(task.input_len, task.output_len)
+    batch = PassBatch(requests=requests, context=context, logits=requests * (1 + drafted), drafted=drafted)
+    return period_s(task.serving, settings, batch) * task.speculation.drafting
+
+
 def closed(task: ServingTask, settings: Settings, requests: Floats) -> tuple[Floats, Floats]:
     """Return the mean time of a token and to the first token, of a closed loop at `requests` of an instance.
 
@@ -268,17 +285,14 @@ def closed(task: ServingTask, settings: Settings, requests: Floats) -> tuple[Flo
     a pass / the time of a token, found by iteration. The first token takes half a pass that is under way, the pass that
     reads the prompt, and the way to the scheduler.
     """
-    serving, speculation = task.serving, task.speculation
+    serving = task.serving
     context = forms.middle(task.input_len, task.output_len)
-    batch = PassBatch(
-        requests=requests, context=context, logits=requests * (1 + speculation.drafted), drafted=speculation.drafted
-    )
-    each = period_s(serving, settings, batch) * (1 + speculation.drafted * speculation.draft_cost)
+    each = decoding_pass_s(task, settings, requests)
     prompts = np.ones_like(requests)
     most = np.maximum(1.0, np.minimum(task.engine.max_tokens / task.input_len, requests))
     for _ in range(ITERATIONS):
         prompt = forms.prompt_in_passing_s(serving, settings, requests, context, task.input_len, prompts)
-        tpot = each / speculation.accepted + (requests - 1) / task.output_len * prompt
+        tpot = each / task.speculation.accepted + (requests - 1) / task.output_len * prompt
         prompts = np.clip(requests / task.output_len * (each + prompts * prompt) / tpot, 1.0, most)
     return tpot, each / 2 + prompts * prompt + each + serving.rates.arrive_s
 
@@ -300,11 +314,10 @@ def _simulated(
     good: list[SimulatedOption] = []
     bad: list[SimulatedOption] = []
     tables: dict[Degrees, PassTable] = {}
-    token_room = dict(zip(every, (held.cache / held.token).tolist(), strict=True))
+    cache_tokens = dict(zip(every, held.cache_tokens([each.degrees.dp for each in every]).tolist(), strict=True))
     for option in _promising(task, options)[: max(SIMULATED, top)]:
         table = tables.setdefault(option.layout.degrees, pass_table(task, option.layout.degrees))
-        room = token_room[option.layout] * option.layout.degrees.dp
-        found = simulate(task, option, table, room)
+        found = simulate(task, option, table, cache_tokens[option.layout])
         (good if found.keeps(task) else bad).append(found)
     good.sort(key=lambda each: each.tpot_s() if task.rate_per_s else -each.per_accelerator)
     first = {each.layout: each for each in reversed(good)}
@@ -331,10 +344,12 @@ def _promising(task: ServingTask, options: Sequence[ServingOption]) -> list[Serv
 
 
 def _order(task: ServingTask, option: ServingOption) -> tuple[float, ...]:
-    """Return the sort key of an option: more tokens per second first; at a given rate, which fixes them, less TPOT."""
-    if task.rate_per_s is not None:
-        return (option.tpot_s, option.ttft_s)
-    return (-option.per_accelerator, option.tpot_s)
+    return best_first(task, option.per_accelerator, option.tpot_s, option.ttft_s)
+
+
+def best_first(task: ServingTask, served_per_s: float, tpot_s: float, ttft_s: float) -> tuple[float, ...]:
+    """Return a sort key: most tokens or requests per second first; at a given rate, which fixes them, least TPOT."""
+    return (-served_per_s, tpot_s) if task.rate_per_s is None else (tpot_s, ttft_s)
 
 
 def keeps(task: ServingTask, option: ServingOption) -> bool:
@@ -350,10 +365,7 @@ def excess(task: ServingTask, option: ServingOption) -> float:
 
 def pass_table(task: ServingTask, degrees: Degrees) -> PassTable:
     """Return the seconds of passes on a layout, including the cost of drafting."""
-    return PassTable(
-        task.serving, degrees, task.engine.max_tokens, task.speculation.drafted,
-        1 + task.speculation.drafted * task.speculation.draft_cost,
-    )  # fmt: skip
+    return PassTable(task.serving, degrees, task.engine.max_tokens, task.speculation.drafted, task.speculation.drafting)
 
 
 def simulate(task: ServingTask, option: ServingOption, table: PassTable, cache_tokens: float) -> SimulatedOption:
@@ -361,45 +373,57 @@ def simulate(task: ServingTask, option: ServingOption, table: PassTable, cache_t
     limits = Scheduler(task.engine, option.batch, cache_tokens, task.speculation.accepted)
     if task.rate_per_s is None:
         users = option.batch if task.concurrency is None else ceil(task.concurrency / option.layout.replicas)
-        rounds = max(3, min(100, LEAST_REQUESTS // users))
-        served = steady_loop(table, limits, task.input_len, task.output_len, users, rounds)
+        served = steady_loop(table, limits, task.input_len, task.output_len, users, loop_rounds(users))
         rate = users * task.output_len / float(served.e2e_s.mean())
     else:
         arriving = task.rate_per_s / option.layout.replicas
-        n = LEAST_REQUESTS + 4 * option.batch
-        served = run(table, limits, poisson(arriving, [task.input_len] * n, [task.output_len] * n))
+        served = run(table, limits, arrivals(task, arriving, option.batch))
         rate = served.tokens_per_s
     return SimulatedOption(served, rate * option.layout.replicas, task.serving.cluster.size, option)
 
 
-def smaller_need(task: ServingTask) -> Iterator[str]:
-    """Yield changes after which weights and one request fit, if nothing fits. Each is tried."""
-    serving = task.serving
-    chip = serving.cluster.accelerator
-    tries = []
-    if "bf16" in chip.flops_per_s and serving.precision == "fp32":
-        tries.append(("--precision bf16", replace(serving, precision="bf16", kv_precision="bf16")))
-    if "fp8" in chip.flops_per_s and serving.precision != "fp8":
-        tries.append(("--precision fp8", replace(serving, precision="fp8")))
-    if "fp8" in chip.flops_per_s and serving.kv_precision != "fp8":
-        tries.append(("--kv-precision fp8", replace(serving, kv_precision="fp8")))
-    for words, changed in tries:
-        if _fits(replace(task, serving=changed)):
-            yield words
-    if chip.on_host:  # more ranks have no more memory together
-        return
-    size = serving.cluster.size
-    for _ in range(8):
-        size *= 2
-        node = max(serving.cluster.node_size, min(size, 8))
-        larger = replace(serving.cluster, size=size, node_size=node if size % node == 0 else serving.cluster.node_size)
-        if _fits(replace(task, serving=replace(serving, cluster=larger))):
-            yield f"{size} accelerators instead of {serving.cluster.size}"
-            return
+def loop_rounds(users: int) -> int:
+    """Return the number of requests that each user of a simulated closed loop sends."""
+    return max(3, min(100, LEAST_REQUESTS // users))
+
+
+def arrivals(task: ServingTask, per_s: float, under_way: int) -> list[ServingRequest]:
+    """Return requests that arrive at a rate, enough for a system that has `under_way` at a time."""
+    n = LEAST_REQUESTS + 4 * under_way
+    return poisson(per_s, [task.input_len] * n, [task.output_len] * n)
+
+
+def smaller_need(task: ServingTask) -> list[str]:
+    """Return changes after which weights and one request fit, if nothing fits. Each is tried."""
+    chip = task.serving.cluster.accelerator
+    # More ranks of a processor have no more memory together.
+    kinds = [*([each] for each in _narrower(task.serving)), *([] if chip.on_host else [_larger(task.serving)])]
+    return [words for words, _ in smallest_changes(kinds, lambda each: _fits(replace(task, serving=each[1])))]
+
+
+def _narrower(serving: Serving) -> Iterator[tuple[str, Serving]]:
+    """Yield fewer bits of weights, and of the cache."""
+    known = serving.cluster.accelerator.flops_per_s
+    if "bf16" in known and serving.precision == "fp32":
+        yield "--precision bf16", replace(serving, precision="bf16", kv_precision="bf16")
+    if "fp8" in known and serving.precision != "fp8":
+        yield "--precision fp8", replace(serving, precision="fp8")
+    if "fp8" in known and serving.kv_precision != "fp8":
+        yield "--kv-precision fp8", replace(serving, kv_precision="fp8")
+
+
+def _larger(serving: Serving) -> Iterator[tuple[str, Serving]]:
+    """Yield more accelerators: two, four, eight, ... times the number."""
+    cluster, times = serving.cluster, 2
+    while times <= MOST_TIMES:
+        size = cluster.size * times
+        node = max(cluster.node_size, min(size, 8))
+        larger = replace(cluster, size=size, node_size=node if size % node == 0 else cluster.node_size)
+        yield more_accelerators(cluster, times), replace(serving, cluster=larger)
+        times *= 2
 
 
 def _fits(task: ServingTask) -> bool:
     every = list(layouts(task.serving.model, task.serving.cluster))
     settings = Settings.from_layouts([each.degrees for each in every])
-    held = memory(task.serving, settings, task.engine, task.length)
-    return bool(np.any(held.cache / (held.token * (task.length + 16)) * settings.dp >= 1))
+    return bool(np.any(largest_batch(task.serving, settings, task.length, task.engine) >= 1))

@@ -15,19 +15,22 @@ from numpy.typing import ArrayLike
 
 from shardwright.cost.job import Floats
 from shardwright.serving import forms
-from shardwright.serving.memory import memory
+from shardwright.serving.memory import largest_batch, memory
 from shardwright.serving.pools import InstancePool, PoolTimes, run
 from shardwright.serving.search import (
-    LEAST_REQUESTS,
     ServingLayout,
     ServingTask,
     SimulatedServing,
+    arrivals,
     batches,
+    best_first,
+    decoding_pass_s,
+    loop_rounds,
     pass_table,
 )
-from shardwright.serving.setting import Degrees, PassBatch, Settings
-from shardwright.serving.simulate import PassTable, Scheduler, ServingRequest, closed_loop, poisson
-from shardwright.serving.work import cache_token_bytes, period_s
+from shardwright.serving.setting import Degrees, Settings
+from shardwright.serving.simulate import PassTable, Scheduler, ServingRequest, closed_loop
+from shardwright.serving.work import cache_token_bytes
 
 SIMULATED = 10
 """Largest number of splits of a cluster that are simulated."""
@@ -92,15 +95,13 @@ def simulated(task: ServingTask, split: PrefillDecodeSplit, users: int | None) -
     readers, writers = _pools(task, split)
     latency_s = task.serving.cluster.across.latency_s
     if users is not None:
-        rounds = max(3, min(100, LEAST_REQUESTS // users))
-        crossed = run(readers, writers, _loop(task, split, users, rounds), users, latency_s).after(users)
+        loop = _loop(task, split, users, loop_rounds(users))
+        crossed = run(readers, writers, loop, users, latency_s).after(users)
         rate = users * task.output_len / float(crossed.served.e2e_s.mean())
     else:
         assert task.rate_per_s is not None
-        n = LEAST_REQUESTS + 4 * split.under_way(task, task.rate_per_s)
-        crossed = run(
-            readers, writers, poisson(task.rate_per_s, [task.input_len] * n, [task.output_len] * n), None, latency_s
-        )
+        requests = arrivals(task, task.rate_per_s, split.under_way(task, task.rate_per_s))
+        crossed = run(readers, writers, requests, None, latency_s)
         rate = crossed.served.tokens_per_s
     return SimulatedSplit(crossed.served, rate, task.serving.cluster.size, split, crossed, users)
 
@@ -121,7 +122,7 @@ def _pools(task: ServingTask, split: PrefillDecodeSplit) -> tuple[InstancePool, 
     for degrees in (split.prefill, split.decode):
         settings = Settings.from_layouts([degrees])
         held = memory(task.serving, settings, engine, task.length)
-        found.append((float(np.max(held.cache / held.token)) * degrees.dp, float(token_transfer_s(task, settings)[0])))
+        found.append((float(np.max(held.cache_tokens(degrees.dp))), float(token_transfer_s(task, settings)[0])))
     (read_room, sends_s), (write_room, receives_s) = found
     reads = PassTable(task.serving, split.prefill, engine.max_tokens)
     most = engine.max_batch * split.prefill.dp
@@ -145,7 +146,7 @@ def _promising(task: ServingTask, every: Sequence[ServingLayout]) -> list[Prefil
 
 
 def _order(task: ServingTask, split: PrefillDecodeSplit) -> tuple[float, ...]:
-    return (split.tpot_s, split.ttft_s) if task.rate_per_s is not None else (-split.per_s, split.tpot_s)
+    return best_first(task, split.per_s, split.tpot_s, split.ttft_s)
 
 
 def _splits(task: ServingTask, degrees: Sequence[Degrees]) -> Iterator[PrefillDecodeSplit]:
@@ -197,7 +198,7 @@ def _readers(task: ServingTask, degrees: Sequence[Degrees]) -> list[tuple[Degree
     settings = Settings.from_layouts(degrees)
     engine = replace(task.engine, max_tokens=max(task.engine.max_tokens, task.input_len))
     held = memory(task.serving, settings, engine, task.input_len)
-    fits = held.cache / held.token * settings.dp >= task.input_len
+    fits = held.cache_tokens(settings.dp) >= task.input_len
     read = np.broadcast_to(forms.prefill_s(task.serving, settings, 1.0, task.input_len), fits.shape)
     way = transfer_s(task, settings)
     return [(degrees[k], float(read[k]), float(way[k])) for k in np.flatnonzero(fits).tolist()]
@@ -220,8 +221,7 @@ def _writers(task: ServingTask, degrees: Sequence[Degrees]) -> list[tuple[Degree
     """Return the layouts and batches that keep the limit of a further token, with the seconds of a further token and of
     receiving the cache of a prompt."""
     settings = Settings.from_layouts(degrees)
-    held = memory(task.serving, settings, task.engine, task.length)
-    most = np.floor(held.cache / (held.token * (task.length + 16)) * settings.dp)
+    most = largest_batch(task.serving, settings, task.length, task.engine)
     pairs = [
         (at, batch)
         for at, each in enumerate(degrees)
@@ -231,13 +231,8 @@ def _writers(task: ServingTask, degrees: Sequence[Degrees]) -> list[tuple[Degree
         return []
     at = np.array([pair[0] for pair in pairs])
     requests = np.array([pair[1] for pair in pairs], dtype=np.float64)
-    drafted = task.speculation.drafted
-    batch = PassBatch(
-        requests=requests, context=forms.middle(task.input_len, task.output_len), drafted=drafted,
-        logits=requests * (1 + drafted),
-    )  # fmt: skip
-    each = period_s(task.serving, Settings.from_layouts([degrees[k] for k in at]), batch)
-    tpot = each * (1 + drafted * task.speculation.draft_cost) / task.speculation.accepted
+    each = decoding_pass_s(task, Settings.from_layouts([degrees[k] for k in at]), requests)
+    tpot = each / task.speculation.accepted
     way = transfer_s(task, settings)
     return [
         (degrees[at[k]], int(requests[k]), float(tpot[k]), float(way[at[k]]))

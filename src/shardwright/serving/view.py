@@ -17,6 +17,7 @@ from shardwright.serving.words import reasons, serving_data, usable
 from shardwright.system.units import format_bytes, format_count, format_seconds
 from shardwright.view.document import (
     COUNT,
+    ROUNDED,
     SECONDS,
     Column,
     Fact,
@@ -132,7 +133,7 @@ def _next_best(plan: ServingPlan) -> Iterator[Part]:
         (
             Column("layout"),
             Column("batch", COUNT),
-            Column("tokens/s each", Quantity("{:,.0f}".format)),
+            Column("tokens/s each", ROUNDED),
             Column("of a user", TOKENS_PER_S),
             *(Column(name, SECONDS) for name in ("first token", f"p{PERCENTILE}", "further", f"p{PERCENTILE}")),
         ),

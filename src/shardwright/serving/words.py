@@ -126,13 +126,9 @@ def _known(limit: float) -> float | None:
     return None if limit == inf else limit
 
 
-def _layout_document(layout: ServingLayout) -> dict[str, int]:
-    return {"replicas": layout.replicas, **layout.degrees._asdict()}
-
-
 def _option_document(option: ServingOption) -> dict[str, Any]:
     return {
-        "layout": _layout_document(option.layout),
+        "layout": option.layout.as_json(),
         "batch": option.batch,
         "ttft_s": option.ttft_s,
         "tpot_s": option.tpot_s,
@@ -145,7 +141,7 @@ def _option_document(option: ServingOption) -> dict[str, Any]:
 def found_document(task: ServingTask, found: SimulatedOption) -> dict[str, Any]:
     """Return a simulated option as JSON."""
     return {
-        "layout": _layout_document(found.layout),
+        "layout": found.layout.as_json(),
         "batch": found.option.batch,
         "tokens_per_s": found.tokens_per_s,
         "tokens_per_s_per_accelerator": found.per_accelerator,

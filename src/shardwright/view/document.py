@@ -30,6 +30,9 @@ COUNT = Quantity("{:,}".format)
 BYTES = Quantity(format_bytes)
 SECONDS = Quantity(format_seconds)
 ERROR = Quantity("{:.1e}".format)
+ROUNDED = Quantity("{:,.0f}".format)
+FOUR_DIGITS = Quantity("{:.4g}".format)
+SHARE = Quantity("{:.1%}".format)
 
 
 class Column(NamedTuple):

@@ -1,0 +1,93 @@
+"""Errors of predictions of training, of serving and of steps of GRPO: their summary, and its lines as text."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any, NamedTuple, TypeVar
+
+COVERED = 0.8
+"""Share of measurements that an interval of a prediction is made to contain."""
+
+
+class ComparedRow(NamedTuple):
+    """A prediction with its measurement. `row`: names the row of the table. With constants fitted without the row's
+    source, or None: `left_out` is the prediction, `interval` its 80 % interval."""
+
+    row: Any
+    predicted: float
+    measured: float
+    left_out: float | None = None
+    interval: tuple[float, float] | None = None
+
+    @property
+    def error(self) -> float:
+        """Return predicted / measured - 1."""
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorSummary:
+    """Errors of n predictions, as shares; `worst_row` has the largest. With constants fitted without the source:
+    `left_out` is the mean absolute error and `inside` the share of rows inside their intervals, else None."""
+
+    n: int
+    mean_absolute: float
+    median_absolute: float
+    bias: float
+    worst: float
+    worst_row: Any
+    left_out: float | None
+    inside: float | None
+
+
+Summary = TypeVar("Summary", bound=ErrorSummary)
+
+
+def summary(kind: Callable[..., Summary], rows: Sequence[ComparedRow], **names: str) -> Summary:
+    """Return the summary of one row or more. `names`: the fields of `kind` that name the rows."""
+    errors = [row.error for row in rows]
+    worst = max(rows, key=lambda row: abs(row.error))
+    left_out = [abs(row.left_out / row.measured - 1) for row in rows if row.left_out is not None]
+    inside = [low <= row.measured <= high for row in rows if row.interval for low, high in (row.interval,)]
+    return kind(
+        **names,
+        n=len(errors),
+        mean_absolute=fmean(map(abs, errors)),
+        median_absolute=median(map(abs, errors)),
+        bias=fmean(errors),
+        worst=worst.error,
+        worst_row=worst.row,
+        left_out=fmean(left_out) if left_out else None,
+        inside=fmean(inside) if inside else None,
+    )
+
+
+def summary_lines(title: str, summaries: Sequence[Summary], name: Callable[[Summary], str]) -> Iterator[str]:
+    """Yield a table of summaries, after an empty line. `title`: the heading of the names."""
+    yield ""
+    titles = "mean abs", "median", "bias", "worst", "left out", "inside", "rows"
+    yield " ".join(f"{text:>8}" for text in titles) + f"  {title} (row of the worst)"
+    for each in summaries:
+        left_out = "" if each.left_out is None else f"{each.left_out:.1%}"
+        inside = "" if each.inside is None else f"{each.inside:.0%}"
+        yield (
+            f"{each.mean_absolute:>8.1%} {each.median_absolute:>8.1%} {each.bias:>+8.1%} {each.worst:>+8.1%} "
+            f"{left_out:>8} {inside:>8} {each.n:>8}  {name(each)} ({each.worst_row})"
+        )
+
+
+def legend(source: str, summaries: Iterable[ErrorSummary]) -> Iterator[str]:
+    """Yield the meaning of the columns about predictions without the `source`, if one is filled."""
+    if any(each.left_out is not None for each in summaries):
+        yield f"left out: mean absolute error by constants that were fitted without this {source};"
+        yield f"inside: rows whose measured value is in the {COVERED:.0%} interval of that prediction"
+
+
+def grouped(what: str, texts: Iterable[tuple[str, Any]]) -> Iterator[str]:
+    """Yield each text once, with the rows that it applies to and their number. `texts`: with the name of a row each."""
+    rows: dict[str, list[Any]] = {}
+    for text, row in texts:
+        rows.setdefault(text, []).append(row)
+    for text, names in rows.items():
+        few = ", ".join(map(str, names[:6])) + (", ..." if len(names) > 6 else "")
+        yield f"{what} ({len(names)} {'rows' if len(names) > 1 else 'row'}: {few}): {text}"
