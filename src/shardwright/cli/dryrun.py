@@ -47,7 +47,7 @@ class DryrunOptions(FromOptions):
     )
     count_as: str = option("gpu", "gpu: with the kernels and the allocator of a GPU; cpu: as a rank on a CPU and gloo")
     imbalance: float = option(1.0, "rows of experts that the first rank of ep gets, over the mean", "X")
-    remedies: bool = option(True, "if it does not fit, try changes that reduce the memory", name="--remedies/--no-remedies")
+    remedies: bool = option(True, "if it does not fit, try changes of the layout", name="--remedies/--no-remedies")
     messages: bool = flag("list every collective and message in order")
     html: Path | None = option(None, "write one page with pictures", "FILE.html")
     trace: Path | None = option(None, "write actions, messages and memory for ui.perfetto.dev", "FILE.json")
