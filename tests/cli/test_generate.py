@@ -473,5 +473,5 @@ def test_experts_that_cannot_be_recorded_or_replayed_are_told(folder: Path, expe
     assert "record 3: not in the file, which has 1, 2" in told
     assert "the model has no experts" in run("score", folder / "run", made, "--record-experts", file, code=2)
     prompt = ("generate", experts / "run", "--prompt", "a", "--record-experts")
-    assert "it is named *.safetensors" in run(*prompt, experts / "x.json", code=2)
+    assert "valid: a file named *.safetensors" in run(*prompt, experts / "x.json", code=2)
     assert "leave out the one or the other" in run(*prompt, file, "--draft", experts / "run", code=2)

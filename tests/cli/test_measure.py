@@ -68,13 +68,13 @@ def generation_here(hardware: Path, tp: int, sequences: int) -> list[tuple[float
     ("arguments", "problem"),
     [
         ((), "--out is missing; name the hardware file to write"),
-        (("--out", "mine.json"), "--out mine.json: it is named *.toml"),
+        (("--out", "mine.json"), "--out mine.json: valid: a file named *.toml"),
         (("--out", "nowhere/mine.toml"), "there is no folder nowhere"),
         (("--out", "mine.toml", "--clock", "sun"), "--clock sun: not one of wall, cpu"),
         (("--out", "mine.toml", "--budget", "0"), "--budget 0: seconds above 0"),
         (("--out", "mine.toml", "--ranks", "0"), "--ranks 0: a number of 1 or more"),
         (("--out", "mine.toml", "--device", "tpu"), "--device tpu: not one of auto, cpu, cuda"),
-        (("--html", "mine.svg"), "--html mine.svg: it is named *.html"),
+        (("--html", "mine.svg"), "--html mine.svg: valid: a file named *.html"),
     ],
 )
 def test_bad_input_is_refused(arguments: tuple[str, ...], problem: str):

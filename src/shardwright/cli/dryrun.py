@@ -47,7 +47,7 @@ class DryrunOptions(FromOptions):
     )
     count_as: str = option("gpu", "gpu: with the kernels and the allocator of a GPU; cpu: as a rank on a CPU and gloo")
     imbalance: float = option(1.0, "rows of experts that the first rank of ep gets, over the mean", "X")
-    remedies: bool = option(True, "if it does not fit, try changes that reduce the memory", name="--remedies/--no-remedies")
+    remedies: bool = option(True, "if it does not fit, try changes of the layout", name="--remedies/--no-remedies")
     messages: bool = flag("list every collective and message in order")
     html: Path | None = option(None, "write one page with pictures", "FILE.html")
     trace: Path | None = option(None, "write actions, messages and memory for ui.perfetto.dev", "FILE.json")
@@ -118,9 +118,9 @@ def _dry_run(
 
 def _problems(options: DryrunOptions) -> list[str]:
     """Return the problems of the options that can be found without the run file."""
-    problems = wrong_place("--html", options.html, {".html": "it is named"})
-    problems += wrong_place("--trace", options.trace, {".json": "it is named"})
-    problems += wrong_place("--snapshot", options.snapshot, {".pickle": "it is named"})
+    problems = wrong_place("--html", options.html, {".html": "valid: a file named"})
+    problems += wrong_place("--trace", options.trace, {".json": "valid: a file named"})
+    problems += wrong_place("--snapshot", options.snapshot, {".pickle": "valid: a file named"})
     if options.ranks not in (None, ALL):
         problems.append(f"--ranks {options.ranks}: valid: {ALL}; a single one is given by --rank")
     if options.ranks is not None and options.rank is not None:

@@ -25,7 +25,7 @@ _USAGE_ERROR: Any = typer.BadParameter.__base__
 """The error that click raises for an unknown word or option or an invalid value; typer does not export it."""
 
 VERBS = {
-    "quickstart": "Train a small model on real text found on this machine, and show its loss and a text that it writes.",
+    "quickstart": "Train a small model on real text of this machine, and show its loss and a text that it writes.",
     "data": "Turn text into token shards for training, and show their contents.",
     "plan": "Find the fastest layout that fits, without a GPU, and explain the choice.",
     "explore": "Plan a run in the browser: move sliders, and see memory, time, schedule and messages at once.",

@@ -78,8 +78,8 @@ def measure(options: MeasureOptions) -> None:
 
 
 def _problems(options: MeasureOptions) -> list[str]:
-    problems = wrong_device(options.device) + wrong_place("--html", options.html, {".html": "it is named"})
-    problems += wrong_place("--out", options.out, {".toml": "it is named"})
+    problems = wrong_device(options.device) + wrong_place("--html", options.html, {".html": "valid: a file named"})
+    problems += wrong_place("--out", options.out, {".toml": "valid: a file named"})
     if options.out is None and options.html is None and not options.json:
         problems.append("--out is missing; name the hardware file to write, such as --out mine.toml")
     if options.out is not None and options.out.is_file() and not options.overwrite:

@@ -197,8 +197,8 @@ def _replanned(
     config: "RunConfig", job: "Job", choice: "Choice", planned: dict[str, Any], path: Path, command: str
 ) -> str:
     """Return the planned run file with this layout. `planned`: its `batch`, and its `steps` or None. Its run starts
-    from step 0 in its own folder: `out` is a new folder next to the old one, named after the file, and checkpoint.resume is
-    left out."""
+    from step 0 in its own folder: `out` is a new folder next to the old one, named after the file, and
+    checkpoint.resume is left out."""
     from shardwright.config import parse, resolved_toml
     from shardwright.planner.run_file import lora_keys, memory_gib, precision_keys
 

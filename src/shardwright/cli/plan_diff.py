@@ -38,7 +38,7 @@ def plan_diff(options: PlanDiffOptions) -> None:
     """
     sides = (("A", options.a, options.cluster), ("B", options.b, options.other_cluster or options.cluster))
     priced: list[PricedLayout] = []
-    problems = wrong_place("--html", options.html, {".html": "it is named"})
+    problems = wrong_place("--html", options.html, {".html": "valid: a file named"})
     for name, path, cluster in sides:
         try:
             priced.append(_priced(path, cluster, options.hardware))

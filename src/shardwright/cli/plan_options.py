@@ -190,8 +190,8 @@ def wrong_options(options: PlanOptions) -> list[str]:
         problems.append(f"--write {write}: that is the run file that is read; name another")
     elif write is not None and write.is_file() and not options.overwrite:
         problems.append(f"--write {write}: the file exists; name another, or add --overwrite to replace it")
-    problems += wrong_place("--write", write, {".toml": "it is named"})
-    return problems + wrong_place("--html", html, {".html": "it is named"})
+    problems += wrong_place("--write", write, {".toml": "valid: a file named"})
+    return problems + wrong_place("--html", html, {".html": "valid: a file named"})
 
 
 def wrong_measured(options: PlanOptions) -> list[str]:

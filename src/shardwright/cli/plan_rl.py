@@ -170,7 +170,7 @@ def _wrong_numbers(options: PlanRLOptions) -> list[str]:
         problems.append(f"--updates {options.updates} does not divide {n:,} answers (--prompts x --group)")
     if not 0 <= options.off_policy <= MOST_STEPS:
         problems.append(f"--off-policy {options.off_policy}: valid: 0 to {MOST_STEPS}")
-    return problems + wrong_place("--html", options.html, {".html": "it is named"})
+    return problems + wrong_place("--html", options.html, {".html": "valid: a file named"})
 
 
 def _wrong_split(options: PlanRLOptions, size: int) -> list[str]:

@@ -298,7 +298,7 @@ def _wrong_numbers(options: PlanServeOptions) -> list[str]:
         problems.append(f"--price {options.price:g}: a price above 0 is needed")
     if options.explain is not None and options.html is not None:
         problems.append("--html shows what a search finds, and --explain searches nothing; leave one out")
-    return problems + wrong_place("--html", options.html, {".html": "it is named"})
+    return problems + wrong_place("--html", options.html, {".html": "valid: a file named"})
 
 
 def _read(

@@ -89,7 +89,7 @@ def quickstart(
     steps: int = option(STEPS, "optimizer steps", min=1),
     json: AsJson = False,
 ) -> None:
-    """Train a small model on real text found on this machine, and show its loss and a text that it writes.
+    """Train a small model on real text of this machine, and show its loss and a text that it writes.
 
     The text is the source of Python's standard library. Quickstart gathers it, trains a tokenizer on it, writes token
     shards, trains a Llama of about 5M parameters with two worker processes and ZeRO-2, evaluates it on the validation

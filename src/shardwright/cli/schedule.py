@@ -132,7 +132,9 @@ def _check(options: ScheduleOptions) -> Times:
     if options.compare_all and options.csv is not None:
         problems.append("--csv holds one schedule and --compare shows all; name one with --schedule")
     problems += wrong_place("--draw", options.drawing, {".svg": "a picture is named", ".json": "a trace"})
-    problems += wrong_place("--csv", options.csv) + wrong_place("--html", options.html, {".html": "it is named"})
+    problems += wrong_place("--csv", options.csv) + wrong_place(
+        "--html", options.html, {".html": "valid: a file named"}
+    )
     with collecting(problems):
         times = _times(options.times, options.comm)
     if problems:

@@ -18,8 +18,8 @@ class CheckpointSection(RunFileSection):
     resume: str = Field(
         "no",
         json_schema_extra=PATH,
-        description="no: start from step 0, refuse a folder that holds a run; auto: continue from the last good checkpoint "
-        "if there is one; or the path of a checkpoint, of this or another run",
+        description="no: start from step 0, refuse a folder that has a run; auto: continue from the last good "
+        "checkpoint if there is one; or the path of a checkpoint, of this or another run",
     )
     async_mode: Literal["disabled", "async"] = Field(
         "disabled",

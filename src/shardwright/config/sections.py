@@ -371,7 +371,7 @@ class ScheduleSection(RunFileSection):
 
 
 class InitSection(RunFileSection):
-    """Initial weights of a new run: random, unless some are given. Step, data and learning rate start at 0."""
+    """Initial weights of a new run, which are random unless some are given. Step, data and learning rate are new."""
 
     weights: str | None = Field(
         None,

@@ -1,4 +1,4 @@
-"""A folder of tokens that `prepare --publish` adds shards to: begun, continued or found complete.
+"""A folder of tokens that `prepare --publish` adds shards to: started, continued or found complete.
 
 New files are written to `OUT/.shardwright-unpublished` and moved to OUT, the manifest last, so OUT only has files that
 its manifest or the manifest in that folder lists. No other file is replaced or deleted.

@@ -88,7 +88,7 @@ class ChatTemplate:
         self._compiled = environment.from_string(source)
 
     def write(self, messages: list[Message], trained: list[bool], given: dict[str, Any]) -> tuple[str, list[list[int]]]:
-        """Return the text of a conversation, and the places [begin, end) of the answers whose `trained` is true.
+        """Return the text of a conversation, and the places [start, end) of the answers whose `trained` is true.
         `given`: the other variables of the template. Raises TemplateRefusal."""
         messages = [_with_reasoning(message) for message in messages]
         text = self._render(messages, given)

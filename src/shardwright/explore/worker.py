@@ -1,4 +1,4 @@
-"""Searches in processes of their own, whose progress is polled; a search that nobody polls ends."""
+"""Searches in processes of their own, whose progress is polled; a search that no page polls ends."""
 
 import secrets
 import time
@@ -122,7 +122,7 @@ class PageSearches:
                 self._remove(name)
 
     def _watch(self) -> None:
-        """End searches that nobody polls, until there are no searches."""
+        """End searches that no page polls, until there are no searches."""
         with self._lock:
             self._end_unpolled()
             if not self._searches:

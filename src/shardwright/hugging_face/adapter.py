@@ -39,7 +39,7 @@ _UNUSED = {
 """Keys that need no check: read below, or without effect on the merged weights. The group size of
 qalora has one only with use_qalora, which is refused."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Begins of `init_lora_weights` for which peft changes the base weights before it trains."""
+"""Prefixes of `init_lora_weights` for which peft changes the base weights before it trains."""
 
 
 class AdapterFile(BaseModel):
@@ -75,7 +75,7 @@ class MergedAdapter:
         self._dropout, self._dora = config.get("lora_dropout", 0.0), bool(config.get("use_dora"))
         self._transposed = transposed
         self._modules: dict[str, str] = {}
-        """Name in the files of a matrix -> the begin of the names of its A and B."""
+        """Name in the files of a matrix -> the prefix of the names of its A and B."""
         problems = []
         for name in sorted(self._tensors):
             suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)

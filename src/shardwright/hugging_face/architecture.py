@@ -68,7 +68,7 @@ class Architecture:
     `rope_fraction`: the fraction of each head that `transformers` rotates if `partial_rotary_factor` is missing; None:
     it rotates whole heads, whatever the key says.
     `null_if_zero`: keys of config.json that are null where they are 0 here.
-    `default_token_id`: the id of the tokens that begin and end a text if config.json does not give them; `transformers`
+    `default_token_id`: the id of the tokens that start and end a text if config.json does not give them; `transformers`
     writes it into configurations with a smaller vocabulary, too. None: no id outside the vocabulary is valid.
     `prefix`: start of every name except the head's; a file may leave it out.
     `ignored`: regular expression of names that are left out -> the reason; `{n_layers}` in it stands for the number.

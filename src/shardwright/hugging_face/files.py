@@ -357,7 +357,7 @@ def _token_id_table(path: Path, name: str) -> dict[str, Any]:
 
 
 def token_ids(path: Path) -> dict[str, int | list[int]]:
-    """Return the existing ids of the tokens that begin, end and pad a text, from generation_config.json or otherwise
+    """Return the existing ids of the tokens that start, end and pad a text, from generation_config.json or otherwise
     config.json."""
     ids: dict[str, int | list[int]] = {}
     for name in (CONFIG, GENERATION):

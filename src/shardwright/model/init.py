@@ -38,7 +38,7 @@ def initial_values(
 
 
 Box = tuple[Tensor, Sequence[int]]
-"""A shard of a parameter, and the index in the whole parameter where it begins."""
+"""A shard of a parameter, and the index in the whole parameter where it starts."""
 
 
 def whole(parameter: nn.Parameter) -> Box:

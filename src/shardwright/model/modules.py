@@ -421,7 +421,7 @@ def parameter_of(tensor: str) -> str:
 
 
 def layer_of(name: str) -> int:
-    """Return the number of the layer of a parameter by its global name, which begins with `layers.`."""
+    """Return the number of the layer of a parameter by its global name, which starts with `layers.`."""
     return int(name.split(".")[1])
 
 

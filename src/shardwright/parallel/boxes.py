@@ -19,7 +19,7 @@ from shardwright.split.tensor import chunk_sizes
 from shardwright.system.torch_private import StridedShard
 
 Offsets = tuple[int, ...]
-"""The index in the whole tensor at which a shard begins."""
+"""The index in the whole tensor at which a shard starts."""
 Indices = tuple[slice, ...]
 
 
@@ -32,7 +32,7 @@ class DimSharding(NamedTuple):
 
 
 class TensorShard(NamedTuple):
-    """A rank's part of a parameter or of a gradient, if it is not a DTensor: `tensor` begins at index `offsets` of the
+    """A rank's part of a parameter or of a gradient, if it is not a DTensor: `tensor` starts at index `offsets` of the
     whole tensor, which has the shape `shape`."""
 
     tensor: Tensor
@@ -68,7 +68,7 @@ def shard_of(tensor: Tensor) -> tuple[Offsets, tuple[int, ...], list[DimSharding
 
 
 def local_box(tensor: Tensor | TensorShard) -> tuple[Tensor, Offsets]:
-    """Return this rank's shard of a tensor, and the index in the whole tensor where the shard begins."""
+    """Return this rank's shard of a tensor, and the index in the whole tensor where the shard starts."""
     if isinstance(tensor, TensorShard):
         return tensor.tensor.detach(), tensor.offsets
     offsets, shape, _ = shard_of(tensor)

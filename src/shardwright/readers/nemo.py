@@ -190,7 +190,7 @@ NEMO = replace(
 
 
 def _describe_bridge(values: Values) -> DescribedRun:
-    """Return the run; files of Megatron-Bridge change a recipe, and its recipes set the options that a file does not."""
+    """Return the run; files of Megatron-Bridge change a recipe, which sets the options that a file does not."""
     absent = [name for name in _BY_TRAINER if not values.given(name)]
     if values.given("fp16"):
         absent = [name for name in absent if name != "bf16"]

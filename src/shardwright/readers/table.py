@@ -197,10 +197,10 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class DescribedRun:
-    """The run that a configuration describes: the job's parts and the layout. `node_size`: ranks of a node, or None. `dialect`:
-    the vocabulary that the files use, of a system with several. `stated`: the options of the files with their values,
-    which `System.write` keeps or removes where they set the same as others. `stages`: the batches of the run, if they
-    change; `global_batch` is of the last."""
+    """The run that a configuration describes: the job's parts and the layout. `node_size`: ranks of a node, or None.
+    `dialect`: the vocabulary that the files use, of a system with several. `stated`: the options of the files with
+    their values, which `System.write` keeps or removes where they set the same as others. `stages`: the batches of the
+    run, if they change; `global_batch` is of the last."""
 
     model: ModelSpec
     seq_len: int
@@ -222,8 +222,8 @@ class DescribedRun:
 class System:
     """A system whose configurations are read.
 
-    `name`: for people. `options`: its table. `families`: rows for all options whose name starts with this and that the table
-    does not have. `spell(name)`: an option as its users write it.
+    `name`: for people. `options`: its table. `families`: rows for all options whose name starts with theirs and that
+    the table does not have. `spell(name)`: an option as its users write it.
     `describe(values)`: the described run. `able(described, candidates)`: the mask of the layouts that it can run.
     `write(described, choice)`: the options of a layout, by normalised name; None: to be left out. `replaced`: our
     global_batch and seq_len -> the option that states them.

@@ -54,7 +54,7 @@ def _events(timeline: ScheduleTimeline, process: int) -> Iterator[dict[str, Any]
 def _flows(timeline: ScheduleTimeline, process: int, us: float) -> Iterator[dict[str, Any]]:
     """Yield a flow from every action to the action on another rank that needs its result.
 
-    A flow begins in the middle of a box: at its end the viewer could attribute it to the next action.
+    A flow starts in the middle of a box: at its end the viewer could attribute it to the next action.
     """
     made = {
         (action.stage, "F" if action.op == "F" else "B", action.microbatch): (rank, action, start, end)

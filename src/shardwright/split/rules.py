@@ -267,7 +267,7 @@ def _recomputation(spec: ModelSpec, layout: Layout, seq_len: int) -> Iterator[st
 
 def _adapters(spec: ModelSpec, layout: Layout, seq_len: int) -> Iterator[str]:
     """Yield the reasons why bytes of a quantised base would be sent as integers of other values, and why the backward
-    pass would not begin a stage: its output has no gradient."""
+    pass would not start a stage: its output has no gradient."""
     if spec.lora is not None and spec.lora.base != "compute" and layout.compress_weights != "none":
         yield (
             f"layout.compress_weights={layout.compress_weights!r} with lora.base={spec.lora.base!r}: the frozen "

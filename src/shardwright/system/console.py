@@ -31,7 +31,7 @@ def visible(text: str) -> str:
 
 
 def visible_line(text: str) -> str:
-    """Return `visible` text with its newlines and tabs as `\\x0a` and `\\x09`: a name begins no line of its own."""
+    """Return `visible` text with its newlines and tabs as `\\x0a` and `\\x09`: a name starts no line of its own."""
     return visible(text).replace("\n", "\\x0a").replace("\t", "\\x09")
 
 

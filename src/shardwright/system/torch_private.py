@@ -1,6 +1,6 @@
 """Every private name of PyTorch that this package uses, and every difference between the versions it supports.
 
-A name is private if a part of its path begins with one underscore: `torch._foreach_norm`, `Tensor._version`,
+A name is private if a part of its path starts with one underscore: `torch._foreach_norm`, `Tensor._version`,
 `torch.ops.aten._flash_attention_forward`, and every import from `torch._subclasses`. PyTorch changes such names without
 notice. No other module of the package may use a private name; it imports the function, class or operator from here.
 `tests/test_torch_private.py` checks this, and reports each name that the installed PyTorch lacks.

@@ -24,7 +24,7 @@ MOST_RESTARTS = 3
 
 @contextmanager
 def preparing(config: RunConfig, starts: bool, say: Callable[[str], None]) -> Iterator[None]:
-    """Publish the sources of a run that have `prepare`, during the block, which begins when each has a shard.
+    """Publish the sources of a run that have `prepare`, during the block, which starts when each has a shard.
 
     `starts`: whether this process starts the prepares; otherwise it waits for another rank's. `say`: prints a remark. A
     prepare that was killed is started again. Prepares that still run are ended after the block; the next run

@@ -83,7 +83,7 @@ class ProfileSteps(Hook):
         self._abandon()
 
     def on_rollback(self, start: RunStart) -> None:
-        """Begin anew when the run comes to the first step again, unless the steps have been traced."""
+        """Start again when the run comes to the first step again, unless the steps have been traced."""
         if self._left:
             self._abandon()
 

@@ -41,7 +41,7 @@ _DIGESTED_TOGETHER = 2**20
 def run_references(
     config: RunConfig, work: ForwardBackward, sources: Sources, start: RunStart, log: RunLog, phases: Phases
 ) -> RunReferences | None:
-    """Return the references of a run that begins at `start`; None for a run on the next token. Every rank calls this.
+    """Return the references of a run that starts at `start`; None for a run on the next token. Every rank calls this.
 
     The forward pass over the pairs is reported to `phases` as evaluation. Raises DataError for a resumed run whose file
     is missing, damaged, of other data or weights, or without a split.

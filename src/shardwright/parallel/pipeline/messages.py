@@ -9,8 +9,8 @@ This cannot deadlock on NCCL, for any schedule that orders every action after it
 - NCCL matches the messages of two ranks by order, without tags, and runs the operations of a process group one after
   another on one stream. Both ranks have the same exchanges between them in the same order. The two directions of an
   exchange are one grouped launch, in which neither waits for the other.
-- An exchange begins when the previous one on its process group is done and, on both ranks, the actions before it in
-  their lists (its stream waits for the computation started before it). An action begins when the previous one on its
+- An exchange starts when the previous one on its process group is done and, on both ranks, the actions before it in
+  their lists (its stream waits for the computation started before it). An action starts when the previous one on its
   rank is done, and the exchange that brings its input. All of these come earlier in the common order of rounds from
   which the lists are made, so there is no cyclic wait. There is none even if a rank waits at each exchange for the
   other rank (tests/schedule/test_messages.py), so nothing relies on messages being buffered.

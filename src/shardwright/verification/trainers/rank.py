@@ -115,7 +115,7 @@ def local_batch(
 
 
 def _write_weights(trainer: Any, case: TrainerCase, folder: Path) -> None:
-    """Write the weights that a trainer begins with. Noise is added to a tensor whose elements are all equal, such as a
+    """Write the weights that a trainer starts with. Noise is added to a tensor whose elements are all equal, such as a
     bias of zeros, because a shard at the wrong place would not change it."""
     weights, generator = {}, torch.Generator().manual_seed(case.seed)
     for name, tensor in _tensors("parameters()", _mapping("parameters()", trainer.parameters())).items():
