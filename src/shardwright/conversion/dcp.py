@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.conversion.pickled import check_sums, load_checked
+from shardwright.conversion.pickled import InertObject, check_sums, load_checked
 from shardwright.conversion.schema import DcpChunk, DcpIndex, DcpMetadata, DcpPlace, DcpTensor, checked
 from shardwright.hugging_face.files import said_shortly
 from shardwright.system.errors import CheckpointError, DamagedError
@@ -47,16 +47,6 @@ _FUNCTIONS: dict[tuple[str, str], Any] = {
 """The other names that a `.metadata` may call -> the function that is called here."""
 
 
-class DcpRecord:
-    """An object of a class of DCP: its attributes."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-
-    def __setstate__(self, state: Any) -> None:
-        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
-
-
 class _MetadataUnpickler(pickle.Unpickler):
     """Reads a `.metadata` and constructs the classes of `_CLASSES` and `more_classes` only, each as a new class without
     code."""
@@ -67,7 +57,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name in (*_CLASSES.get(module, ()), *self.more_classes.get(module, ())):
-            return type(name, (DcpRecord,), {})
+            return type(name, (InertObject,), {})
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return name
         if (module, name) in _FUNCTIONS:

@@ -8,6 +8,7 @@ train_state.step. Others: model.NAME, optimizer.state.NAME.exp_avg, and groups b
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -53,6 +54,34 @@ class TensorFolder(Protocol):
     def value(self, name: str) -> Any: ...
     def read_shard(self, name: str, record: ShardRecord) -> Tensor: ...
     def read_all(self, places: Mapping[str, str]) -> dict[str, Tensor]: ...
+
+
+class WholeTensors(ABC):
+    """A `TensorFolder` that returns each tensor whole. `remarks`: left-out content -> the reason."""
+
+    tensors: Mapping[str, TensorRecord]
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.remarks: dict[str, str] = {}
+        self._values: dict[str, Any] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """The names of tensors and of other values."""
+        return [*self.tensors, *self._values]
+
+    def value(self, name: str) -> Any:
+        """Return a value that is no tensor, or None."""
+        return self._values.get(name)
+
+    @abstractmethod
+    def read_shard(self, name: str, record: ShardRecord) -> Tensor:
+        """Return a whole tensor."""
+
+    def read_all(self, places: Mapping[str, str]) -> dict[str, Tensor]:
+        """Return the whole tensors of some places."""
+        return {name: self.read_shard(place, self.tensors[place].shards[0]) for name, place in places.items()}
 
 
 class TrainerWeights(MappedTensors):

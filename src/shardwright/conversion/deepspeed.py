@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwright.conversion.dcp import file_of
+from shardwright.conversion.dcp_state import WholeTensors
 from shardwright.conversion.names import TRANSFORMERS, named_tensors_of
 from shardwright.conversion.pickled import InertObject, StandIn, load_pickled
 from shardwright.conversion.schema import (
@@ -88,30 +89,19 @@ def _load(path: Path) -> Any:
     return load_pickled(path, _CLASSES, "DeepSpeed")
 
 
-class DeepSpeedFolder:
+class DeepSpeedFolder(WholeTensors):
     """A checkpoint of DeepSpeed under the names of `dcp_state`: NAME, optimizer.state.NAME.exp_avg,
-    optimizer.param_groups.NAME.lr and train_state.step. `remarks`: left-out content -> the reason."""
+    optimizer.param_groups.NAME.lr and train_state.step."""
 
     def __init__(self, path: Path) -> None:
         """`path`: the folder of a step. Raises CheckpointError or DamagedError with the file."""
-        self.path = path
+        super().__init__(path)
         self._parts: dict[str, list[Tensor]] = {}
-        self._values: dict[str, Any] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, Path] = {}
         self._padded = False
-        self.remarks: dict[str, str] = {}
         self._read()
         self.tensors = {name: self._record(name) for name in self._parts}
-
-    @property
-    def names(self) -> list[str]:
-        """The names of tensors and of other values."""
-        return [*self._parts, *self._values]
-
-    def value(self, name: str) -> Any:
-        """Return a value that is no tensor, or None."""
-        return self._values.get(name)
 
     def file_of(self, name: str) -> Path:
         """Return the file of a value, or of a tensor's first part."""
@@ -121,10 +111,6 @@ class DeepSpeedFolder:
         """Return a whole tensor."""
         whole = torch.cat([part.flatten() for part in self._parts[name]])
         return whole[: math.prod(record.shape)].view(record.shape)
-
-    def read_all(self, places: Mapping[str, str]) -> dict[str, Tensor]:
-        """Return the whole tensors of some places."""
-        return {name: self.read_shard(place, self.tensors[place].shards[0]) for name, place in places.items()}
 
     def _record(self, name: str) -> TensorRecord:
         shape, parts = self._shapes[name], self._parts[name]

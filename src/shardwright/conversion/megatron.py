@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwright.conversion.dcp import read_dcp
-from shardwright.conversion.dcp_state import SAMPLES, TOKENS
+from shardwright.conversion.dcp_state import SAMPLES, TOKENS, WholeTensors
 from shardwright.conversion.names import MEGATRON_LAYERS
 from shardwright.conversion.pickled import InertObject, StandIn, load_pickled
 from shardwright.conversion.schema import (
@@ -91,31 +91,21 @@ def _names_a_backend(path: Path) -> bool:
         return b"sharded_backend" in file.read(10_000)
 
 
-class MegatronFolder:
+class MegatronFolder(WholeTensors):
     """A checkpoint of Megatron under the names of `dcp_state`, each layer a tensor of its own: NAME,
     optimizer.state.NAME.exp_avg, optimizer.param_groups.NAME.lr and train_state.step. Weights are the float32 copies of
-    the optimizer, if there are any. `remarks`: left-out content -> the reason."""
+    the optimizer, if there are any."""
 
     def __init__(self, path: Path, spec: ModelSpec) -> None:
         """`path`: the folder of a step. Raises CheckpointError or DamagedError with the file."""
-        self.path, self._spec = path, spec
-        self.remarks: dict[str, str] = {}
-        self._values: dict[str, Any] = {}
+        super().__init__(path)
+        self._spec = spec
         common = self._common()
         dcp = read_dcp(path, _PLAN_CLASSES)
         self._dcp, self._stored = dcp, ShardedTensors(dcp.tensors, dcp.read_shard)
         self._places = self._places_of(dcp.tensors)
         self.tensors = {name: self._record(name) for name in self._places}
         self._read_common(common)
-
-    @property
-    def names(self) -> list[str]:
-        """The names of tensors and of other values."""
-        return [*self.tensors, *self._values]
-
-    def value(self, name: str) -> Any:
-        """Return a value that is no tensor, or None."""
-        return self._values.get(name)
 
     def file_of(self, name: str) -> Path:
         """Return the file of a value, or of a tensor's first chunk."""
@@ -132,10 +122,6 @@ class MegatronFolder:
             by_expert.setdefault(expert, []).append(self._stored.read(stored, low, shape).view(whole[len(first) :]))
         experts = [torch.cat(halves) for halves in by_expert.values()]
         return experts[0][: record.shape[0]] if next(iter(by_expert)) < 0 else torch.stack(experts)
-
-    def read_all(self, places: Mapping[str, str]) -> dict[str, Tensor]:
-        """Return the whole tensors of some places."""
-        return {name: self.read_shard(place, self.tensors[place].shards[0]) for name, place in places.items()}
 
     def _places_of(self, tensors: Mapping[str, TensorRecord]) -> _Places:
         """Return, for each tensor of one layer, (expert or -1, half) -> (stored tensor, index of the layer in it)."""

@@ -4,7 +4,7 @@ import io
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,8 +25,8 @@ class InertObject:
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
 
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__dict__.update(state)
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
 
 
 def load_pickled(path: Path, classes: Sequence[StandIn], system: str) -> Any:

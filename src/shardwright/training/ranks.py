@@ -168,10 +168,10 @@ def process_group(place: ProcessRank, device: torch.device) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def restarts_of_torchrun(environment: Mapping[str, str] = os.environ) -> int:
+def restarts_of_torchrun() -> int:
     """Return how often torchrun's agent has restarted the ranks; 0 for ranks not started by torchrun."""
-    count = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return int(count) if count.isdecimal() and SUPERVISED not in environment else 0
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return int(count) if count.isdecimal() and SUPERVISED not in os.environ else 0
 
 
 def _store(place: ProcessRank) -> dist.Store:

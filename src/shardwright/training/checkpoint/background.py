@@ -79,8 +79,8 @@ class BackgroundThread:
             self._thread.join(timeout=10)
 
     def pauses(self, place: object) -> Callable[[], bool]:
-        """Return a function that pauses, each time longer, and returns whether to continue to wait for what the other
-        ranks write to `place`. Raises CheckpointError if it is not seen long after their threads have ended."""
+        """Return a function that pauses, each time longer, and returns whether to continue to wait for the other ranks'
+        files in `place`. It raises CheckpointError if they are not seen long after the other ranks' threads ended."""
         pause_s = _FIRST_PAUSE_S
 
         def wait() -> bool:
