@@ -91,7 +91,7 @@ def scored(
     experts: dict[int, list[Tensor]] = {}
     recorded = experts if engine.record_experts else None
     batcher = Batcher(engine, Sampling(), engine.cache.n_positions, replay=replay, experts=recorded)
-    most = min(engine.cache.n_slots, engine.n_batches) if engine.one_prompt else engine.cache.n_slots
+    most = _most_at_once(engine)
     waiting = deque(sorted(sequences.items(), key=lambda item: -len(item[1][0])))
     scores: dict[int, SequenceScore] = {}
     while engine.anywhere(bool(waiting)):
@@ -116,7 +116,7 @@ def decoded(engine: GenerationEngine, sequences: Sequences) -> dict[int, Sequenc
     """Score the sequences of this rank as `generate` computes new tokens: the tokens before the scored ones in a
     prefill pass, then a pass for each scored token, with the cache."""
     batcher = Batcher(engine, Sampling(), engine.cache.n_positions)
-    most = min(engine.cache.n_slots, engine.n_batches) if engine.one_prompt else engine.cache.n_slots
+    most = _most_at_once(engine)
     waiting = deque(sorted(sequences.items()))
     values: dict[int, list[float]] = {index: [] for index in sequences}
     greedy = dict.fromkeys(sequences, True)
@@ -140,6 +140,11 @@ def decoded(engine: GenerationEngine, sequences: Sequences) -> dict[int, Sequenc
             greedy[sequence.prompt] &= bool(best)
         running = [(sequence, n - 1) for sequence, n in running if n > 1]
     return {index: SequenceScore(tuple(values[index]), greedy[index]) for index in sequences}
+
+
+def _most_at_once(engine: GenerationEngine) -> int:
+    """Return the number of sequences that can start together."""
+    return min(engine.cache.n_slots, engine.n_batches) if engine.one_prompt else engine.cache.n_slots
 
 
 def _rows(logits: Sequence[Tensor], targets_W: Tensor) -> Tensor:
