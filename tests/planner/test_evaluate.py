@@ -58,13 +58,12 @@ PEAK_MEMORY = {
     "torchtitan-moe": (0.04, 2),
     "zero-bubble": (0.04, 27),
     "simumax": (0.02, 9),
-    "playbook": (0.08, 12),
+    "playbook": (0.06, 12),
 }
 ASKED = {"step time": STEP_TIME, "peak memory": PEAK_MEMORY}
 NOT_REACHED = {
     ("vtrain-multi", "step time"): 0.084,
-    ("playbook", "step time"): 0.171,
-    ("playbook", "peak memory"): 0.102,
+    ("playbook", "step time"): 0.162,
 }
 """What holds instead of what is asked for."""
 
@@ -116,9 +115,9 @@ UNSEEN = {
     ("mlperf-8b", "step time"): (0.11, 15),
     ("xtuner-moe", "step time"): (0.15, 5),
     ("kempner-dense", "step time"): (0.1, 11),
-    ("prime-rl", "step time"): (0.15, 9),
+    ("prime-rl", "step time"): (0.09, 9),
     ("kempner-dense", "peak memory"): (0.04, 11),
-    ("prime-rl", "peak memory"): (0.11, 9),
+    ("prime-rl", "peak memory"): (0.085, 9),
 }
 """Errors of families to which no constant was fitted, and the number of rows."""
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shardwright.cost import memory
 from shardwright.cost.data_parallel import GATHERED, data_messages, groups, rank_parameters
-from shardwright.cost.stack import MEGATRON_CORE_FUSED_LOSS
+from shardwright.cost.stack import MEGATRON_CORE_FUSED_LOSS, STACKS
 from shardwright.cost.step import step_time
 from shardwright.planner.evaluate import MEASURED_RUNS
 from shardwright.planner.measured_run import PredictableRun, SkippedRun
@@ -306,6 +307,8 @@ def test_whole_logits_and_chunks_of_the_loss_have_their_bytes(tmp_path: Path):
     assert more == pytest.approx(6 * logits * (1 - 1 / int(DENSE["tp"])), rel=0.1)
     long = NARROW | {"seq_len": "16384", "micro_batch": "2", "global_batch": "64"}
     assert peak_gib(tmp_path, long, loss_chunk_tokens="4096") < 0.9 * peak_gib(tmp_path, long)
+    more = peak_gib(tmp_path, long, logit_peak_bytes="20") - peak_gib(tmp_path, long, logit_peak_bytes="16")
+    assert more == pytest.approx(4 * 2 * 16384 * int(DENSE["vocab"]) / GiB)
 
 
 def test_with_a_plan_for_each_matrix_ranks_of_tp_have_the_whole_embedding_and_without_sp_the_head(tmp_path: Path):
@@ -347,6 +350,19 @@ def test_nanotron_deals_layers_by_their_weights(tmp_path: Path):
     (run,) = read_runs(write(tmp_path / "runs.csv", published("playbook-ccd6b7")))
     assert isinstance(run, PredictableRun)
     assert run.candidates.shared.stage_layers == (11, 5)
+
+
+def test_nanotron_keeps_gradients_in_16_bits_next_to_their_sum_and_no_gathered_inputs(tmp_path: Path):
+    (run,) = read_runs(write(tmp_path / "runs.csv", published("playbook-620e20")))
+    assert isinstance(run, PredictableRun)
+    stack, estimate = run.job.stack, memory.estimate_memory(run.job, run.candidates)
+    assert estimate.kinds["gradients"] == pytest.approx(estimate.kinds["weights"] * (2 + 4) / 2)
+    # Each of the 16 layers has two gathered inputs, the head has one; of four ranks of tp three parts are gathered.
+    fsdp = STACKS["fsdp"]
+    gathered = replace(stack, keeps_gathered=fsdp.keeps_gathered, logit_cut_bytes=fsdp.logit_cut_bytes)
+    more = memory.estimate_memory(replace(run.job, stack=gathered), run.candidates).rank_bytes - estimate.rank_bytes
+    inputs = (2 * 16 + 1) * 4 * 4096 * 2048 * 2 * 3 / 4
+    assert more == pytest.approx(inputs + 4 * 4 * 4096 * 131072 / 4)
 
 
 GRAPHED = published("bridge-gb200-aadd44")

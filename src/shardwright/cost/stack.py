@@ -248,11 +248,19 @@ NANOTRON = replace(
     name="nanotron",
     about="nanotron: eager kernels as FSDP's, its own tensor and pipeline parallelism without overlap",
     speed=speed.NANOTRON,
+    gradient_bytes=6.0,
+    keeps_gathered=False,
+    logit_cut_bytes=0.0,
     gathers_master=False,
     receives_ahead=False,
     stops_early=False,
     selective="scores",
 )
+"""Nanotron accumulates gradients in fp32. Next to them are the gradients of a whole stage in 16 bits: in the buckets of
+DistributedDataParallel or, with ZeRO-1, until a backward pass ends (`optim/gradient_accumulator.py`); they are counted
+for the whole step. Its column-parallel matrices gather their inputs over tp again in the backward pass
+(`tp_recompute_allgather`), and its loss over a sharded vocabulary has no more copies of logits than over a whole one
+(`_ShardedCrossEntropy`)."""
 
 STACKS = {
     stack.name: stack

@@ -276,6 +276,8 @@ def _with_memory(row: MeasuredRun, stack: Stack) -> Stack:
     stack = replace(stack, accumulates_whole=whole)
     if row.offload.startswith("activations"):
         stack = replace(stack, offloaded_share=min(1.0, int(row.offload.partition(":")[2]) / row.layers))
+    if row.logit_peak_bytes is not None:
+        stack = replace(stack, logit_peak_bytes=row.logit_peak_bytes)
     by_matrix = (row.whole_logits and row.stack in PYTORCH) if row.tp_by_matrix is None else row.tp_by_matrix
     return replace(stack, shares_logits=not row.whole_logits, tp_by_matrix=by_matrix)
 

@@ -36,7 +36,7 @@ from shardwright.planner.pool import LayoutPool
 from shardwright.planner.recomputation import fewest_layers
 from shardwright.planner.simplicity import WORTH_A_KEY, axes, complexity, plainer, plainest, settings
 
-MEMORY_ERROR = 0.027
+MEMORY_ERROR = 0.023
 """Median relative error of predicted peak memory, as `shardwright plan evaluate` prints it: half of the published peaks
 are predicted within it."""
 FEW = 4

@@ -281,6 +281,12 @@ class MeasuredRun:
     loss_chunk_tokens: int | None = whole_column(
         "tokens whose logits exist at a time. Empty: all", 10_000_000, optional=True
     )
+    logit_peak_bytes: float | None = decimal_column(
+        "most bytes for each logit in the loss: logits, copies and gradients together. Empty: as usual with the stack",
+        1,
+        100,
+        optional=True,
+    )
 
     step_time_s: float | None = decimal_column("seconds of an optimizer step", 1e-6, 10**9)
     step_time_from: str | None = choice_column("what was published", "stated", "tokens_per_s", "tflops", "mfu")
