@@ -334,6 +334,9 @@ def described(values: Floats, touched: Sequence[Sequence[str]]) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     """Fit, write, and print what changed."""
+    if "--help" in arguments:
+        print(__doc__)
+        return
     given = {name: arguments[arguments.index(name) + 1] for name in OPTIONS if name in arguments}
     steps, rows = int(given.get("--steps", 4)), int(given.get("--rows", FITTED_ROWS))
     families, held = given.get("--families", ""), given.get("--hold", "").split(";")
