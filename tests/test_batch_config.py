@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.config import RunConfig, load
-from shardwright.config.settle import job_of, of_fullest_stage, settled
+from shardwright.config.settle import fullest_stage_config, job_of, settled
 from shardwright.dry_run.run import _changed, _changes
 from shardwright.layout.layout import Layout
 from shardwright.planner.space import CandidateRows, _group
@@ -69,7 +69,7 @@ def test_documents_are_not_cut_for_a_stage_of_shorter_sequences(tmp_path: Path):
 
 def test_the_stage_that_needs_most_memory_has_the_longest_micro_batch_and_of_equal_ones_is_the_last(tmp_path: Path):
     stages = "from_step = 4, seq_len = 128", "from_step = 6, global_batch = 16", "from_step = 8, seq_len = 32"
-    batch = of_fullest_stage(config_of(tmp_path, *stages)).batch
+    batch = fullest_stage_config(config_of(tmp_path, *stages)).batch
     assert (batch.seq_len, batch.global_batch, batch.micro_batch, batch.stages) == (128, 16, 2, [])
 
 
@@ -100,7 +100,7 @@ def test_no_remedy_chunks_the_loss_of_pairs(tmp_path: Path):
     with pytest.raises(LayoutError) as error:
         settled(config_of(tmp_path, "from_step = 4, micro_batch = 4", overrides=(*pairs, "layout.recompute=auto")), 1e6)
     assert "loss_chunk_tokens" not in str(error.value)
-    job = job_of(of_fullest_stage(config))
+    job = job_of(fullest_stage_config(config))
     assert job.pairs
     for shared in (Layout(loss_chunk_tokens=16), Layout()):
         rows = CandidateRows.from_degrees(job, 1, "zigzag", on_host=False)

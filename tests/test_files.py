@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.runs.folder import LOCK, LOGS, METRICS, REFERENCE, wrong_kinds
+from shardwright.runs.folder import LOCK, LOGS, METRICS, REFERENCE, misplaced_entries
 from shardwright.system.errors import FullError, InputError, cleaning_up
 from shardwright.system.files import (
     find_inside,
@@ -191,15 +191,15 @@ def test_what_a_run_cannot_write_to_is_named_before_it_starts(tmp_path: Path):
     (tmp_path / LOCK).symlink_to("/etc/hostname")
     os.mkfifo(tmp_path / METRICS)
     os.mkfifo(tmp_path / REFERENCE)
-    assert [each.split()[0] for each in wrong_kinds(tmp_path)] == [
+    assert [each.split()[0] for each in misplaced_entries(tmp_path)] == [
         str(tmp_path / name) for name in (METRICS, REFERENCE, LOCK)
     ]
     (tmp_path / REFERENCE).unlink()
     (tmp_path / LOGS).mkdir()
     (tmp_path / LOGS / "rank-0.log").symlink_to("/etc/hostname")
     (tmp_path / LOGS / "rank-1.log").symlink_to("rank-2.log")
-    assert "rank-0.log is a link to /etc/hostname" in wrong_kinds(tmp_path)[-1]
-    assert len(wrong_kinds(tmp_path)) == 3
+    assert "rank-0.log is a link to /etc/hostname" in misplaced_entries(tmp_path)[-1]
+    assert len(misplaced_entries(tmp_path)) == 3
 
 
 def test_clean_ups_are_all_done_and_hide_no_earlier_error():

@@ -118,7 +118,7 @@ class ShardwrightLM(TemplateLM):
         """Return the log-likelihood of whole texts. A text longer than `max_length` is scored in parts, each with as
         many preceding tokens as fit."""
         pairs, owners = [], []
-        for number, (text,) in enumerate(each.args for each in requests):
+        for number, (text,) in enumerate(request.args for request in requests):
             windows = get_rolling_token_windows(
                 token_list=self.tok_encode(text),
                 prefix_token=self.prefix_token_id,
@@ -152,8 +152,8 @@ class ShardwrightLM(TemplateLM):
             number: ((context + continuation)[-(self.max_length + 1) :], len(continuation))
             for number, (_, context, continuation) in enumerate(requests)
         }
-        found = score(ScoreRequest(self.path, sequences, self.layout, self.batch_size, self.on))
-        answers = [(each.log_likelihood, each.greedy) for each in found]
+        scores = score(ScoreRequest(self.path, sequences, self.layout, self.batch_size, self.on))
+        answers = [(result.log_likelihood, result.greedy) for result in scores]
         for request, answer in zip(requests, answers, strict=True):
             if request[0] is not None:
                 self.cache_hook.add_partial("loglikelihood", request[0], answer)
@@ -163,42 +163,42 @@ class ShardwrightLM(TemplateLM):
         """Continue each context until one of its stop texts or the end of the text. Requests with equal settings are
         batched."""
         alike: dict[str, list[int]] = {}
-        for number, each in enumerate(requests):
-            alike.setdefault(repr(each.args[1]), []).append(number)
-        found = [""] * len(requests)
+        for number, request in enumerate(requests):
+            alike.setdefault(repr(request.args[1]), []).append(number)
+        answers = [""] * len(requests)
         for numbers in alike.values():
             texts = self._generate([requests[number].args[0] for number in numbers], requests[numbers[0]].args[1])
             for number, text in zip(numbers, texts, strict=True):
-                found[number] = text
+                answers[number] = text
                 self.cache_hook.add_partial("generate_until", requests[number].args, text)
-        return found
+        return answers
 
     def _generate(self, contexts: Sequence[str], wanted: dict[str, Any]) -> Iterable[str]:
-        asked = normalize_gen_kwargs(wanted, self.max_gen_toks)
-        if unknown := sorted(asked.keys() - GENERATION_KEYS):
+        settings = normalize_gen_kwargs(wanted, self.max_gen_toks)
+        if unknown := sorted(settings.keys() - GENERATION_KEYS):
             raise InputError(
                 f"a task asks for generation with {', '.join(unknown)}; supported: {', '.join(sorted(GENERATION_KEYS))}"
             )
-        n_tokens = int(asked["max_gen_toks"])
+        n_tokens = int(settings["max_gen_toks"])
         if n_tokens >= self.max_length:
             raise InputError(
                 f"a task asks for {n_tokens} new tokens, and max_length={self.max_length} leaves no room for a prompt; "
                 f"give fewer, such as --gen_kwargs max_gen_toks={self.max_length // 2}"
             )
         sampling = Sampling(
-            float(asked["temperature"]) if asked["do_sample"] else None,
-            int(asked.get("top_k", 0)),
-            float(asked.get("top_p", 1.0)),
-            int(asked.get("seed", 0)),
+            float(settings["temperature"]) if settings["do_sample"] else None,
+            int(settings.get("top_k", 0)),
+            float(settings.get("top_p", 1.0)),
+            int(settings.get("seed", 0)),
         )
         ends = [self.text.tokenizer.id_to_token(token) for token in self.text.ends]
-        stop = tuple(filter(None, [*asked.get("until", []), *ends]))
-        prompts = tuple(tuple(self.tok_encode(each)[-(self.max_length - n_tokens) :]) for each in contexts)
+        stop = tuple(filter(None, [*settings.get("until", []), *ends]))
+        prompts = tuple(tuple(self.tok_encode(context)[-(self.max_length - n_tokens) :]) for context in contexts)
         answer = generate(
             GenerationRequest(self.path, prompts, n_tokens, sampling, self.layout, self.batch_size, self.on, stop=stop)
         )
         assert answer is not None
-        return [each.text for each in answer.completions]
+        return [completion.text for completion in answer.completions]
 
 
 def main() -> None:

@@ -157,13 +157,13 @@ class OptimizerKind:
 
     def n_bytes(self, rows: "Iterable[Row]", element_bytes: int, options: Mapping[str, float]) -> int:
         """Return the bytes of the states of all parameters, with `element_bytes` an element except codes."""
-        found = 0
+        total = 0
         for row in rows:
             if row.trained:
                 codes = self.state if self.has_codes(row, options) else ()
                 for name, shape in self.shapes(row, options).items():
-                    found += math.prod(shape) * (1 if name in codes else element_bytes)
-        return found
+                    total += math.prod(shape) * (1 if name in codes else element_bytes)
+        return total
 
     def counters_of(self, row: "Row") -> tuple[str, ...]:
         """Return the counters of a parameter."""

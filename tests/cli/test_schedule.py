@@ -122,7 +122,7 @@ def test_json_agrees_with_a_count_of_its_own_actions(name: str):
         for microbatch in range(8)
     ]
     assert told["messages"] == 2 * sum(crossings)
-    assert told["parameters_held"] == (2 if name == "dualpipe" else 1)
+    assert told["resident_parameters"] == (2 if name == "dualpipe" else 1)
 
 
 def most_held(actions: list[tuple[int, str, int]], in_flight: float, waiting: float) -> float:

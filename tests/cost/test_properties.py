@@ -138,7 +138,7 @@ BUGS: dict[str, tuple[list[Mutation], str, str, int, dict[str, Any], dict[str, f
     "each message over tp is hidden by a pass of its own, also by weight gradients that come later": (
         [
             Mutation(OVER_TP, "self.candidates.kind.splits_backward", "False"),
-            Mutation(OVER_TP, "found[beside_i] = 'I'", "found.update({(each,): 'I' for each in beside_i})"),
+            Mutation(OVER_TP, "overlaps[beside_i] = 'I'", "overlaps.update({(each,): 'I' for each in beside_i})"),
         ],
         "megatron-core",
         "llama-3.1-8b",
@@ -149,7 +149,7 @@ BUGS: dict[str, tuple[list[Mutation], str, str, int, dict[str, Any], dict[str, f
     "what is longer than a pass is added to the pipeline of all ranks": (
         [
             Mutation(
-                "shardwright.cost.data_parallel:_beside_passes",
+                "shardwright.cost.data_parallel:_exposed_s",
                 "f.messages_beside_passes - f.slack",
                 "f.messages_beside_passes - 0 * f.slack",
             )

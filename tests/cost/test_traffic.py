@@ -236,19 +236,21 @@ BUGS = {
     ),
     "matrices that travel as products are summed whole, too": (
         ("dense", Layout(dp_replicate=2, compress_gradients="powersgd-2")),
-        Mutation(f"{DATA}:groups", "held.dense - held.untrained - held.compressed", "held.dense - held.untrained"),
+        Mutation(
+            f"{DATA}:groups", "params.dense - params.untrained - params.compressed", "params.dense - params.untrained"
+        ),
     ),
     "parts of a stacked matrix have one right factor": (
         ("latent", Layout(pp=2, cp=2, zero=0, compress_gradients="powersgd-1")),
         Mutation(
-            "shardwright.cost.compression:_of_row",
+            "shardwright.cost.compression:_row_counts",
             "experts * len(row.parts) * row.shape[-1]",
             "experts * row.shape[-1]",
         ),
     ),
     "untrained biases of routers are gathered": (
         ("experts", Layout(dp_shard=2, ep=2, zero=1)),
-        Mutation(f"{DATA}:groups", "held.dense - held.untrained", "held.dense"),
+        Mutation(f"{DATA}:groups", "params.dense - params.untrained", "params.dense"),
     ),
 }
 

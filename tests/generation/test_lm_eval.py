@@ -208,11 +208,11 @@ BUGS = {
     ),
     "lm-eval: the stop texts of a task are not used": (
         test_a_context_is_continued_by_its_most_probable_tokens_until_a_stop_text,
-        Mutation(f"{OURS}._generate", "asked.get('until', [])", "[]"),
+        Mutation(f"{OURS}._generate", "settings.get('until', [])", "[]"),
     ),
     "lm-eval: all contexts are continued as the first one wants": (
         test_a_context_is_continued_by_its_most_probable_tokens_until_a_stop_text,
-        Mutation(f"{OURS}.generate_until", "repr(each.args[1])", "''"),
+        Mutation(f"{OURS}.generate_until", "repr(request.args[1])", "''"),
     ),
 }
 

@@ -89,7 +89,7 @@ def run_rank(jobs: list[Job]) -> list[tuple[Run, list[int]]]:
     found = []
     for job in jobs:
         rank, sent = dist.get_rank(), []
-        attention = ContextAttention(job.case.method, *groups(job.case), deals_documents=job.deals)
+        attention = ContextAttention(job.case.method, *groups(job.case), balances_documents=job.deals)
         documents = Documents(job.sequences)
         with pytest.MonkeyPatch.context() as patch:
             start = dist.batch_isend_irecv

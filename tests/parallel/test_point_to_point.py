@@ -88,7 +88,7 @@ BUGS = {
         "MessageChannel(axis, tag, min(source, target), max(source, target))",
     ),
     "a rank has begun the messages alone that it sends": Mutation(
-        "tests.parallel.test_point_to_point:start", "_begun[line] += 1", "_begun[line] += line.source == here"
+        "tests.parallel.test_point_to_point:start", "_begun[line] += 1", "_begun[line] += line.source == own"
     ),
 }
 

@@ -159,9 +159,9 @@ def test_no_layout_of_the_whole_search_dominates_the_recommended_one(
     found = planned(preset, on, memory_gib, global_batch)
     taken, fastest = found.recommended, found.best[0]
     assert taken is not None
-    mine = Rated.of(taken, fastest)
+    mine = Rated.compare(taken, fastest)
     near = np.flatnonzero(found.pool.bound_s <= taken.step_s / (1 + WORTH_A_KEY))
     for number, step_s in zip(near.tolist(), found.pool.times_s(near.tolist()), strict=True):
         if step_s < taken.step_s / (1 + WORTH_A_KEY) and found.pool.peak_bytes[number] <= taken.peak_bytes:
-            other = Rated.of(PricedLayout.from_choice(found.job, found.pool.choice(number)), fastest)
+            other = Rated.compare(PricedLayout.from_choice(found.job, found.pool.choice(number)), fastest)
             assert other.axes > mine.axes, found.pool.choice(number)

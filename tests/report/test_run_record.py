@@ -14,7 +14,7 @@ from shardwright.report.curves import curves_svg
 from shardwright.report.headline import headline, title_of
 from shardwright.report.panel import first_to_last
 from shardwright.report.run_record import read_run
-from shardwright.report.words import held_in_words, layout_in_words, model_in_words
+from shardwright.report.words import layout_in_words, model_in_words, rank_state_words
 from shardwright.system.errors import InputError
 from shardwright.view.document import Fact
 from tests.report.runs import evaluation, moe_record, started, train_record, usual, write_run
@@ -114,7 +114,7 @@ def test_the_headline_has_the_perplexity_of_the_validation_loss(tmp_path: Path) 
     ],
 )
 def test_what_a_rank_holds_is_said_for_the_axes_that_are_on(layout: Layout, words: str) -> None:
-    assert words in held_in_words(layout)
+    assert words in rank_state_words(layout)
 
 
 def test_a_last_line_cut_short_is_ignored(tmp_path: Path) -> None:

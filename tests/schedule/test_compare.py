@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwright.schedule.build import build, compare, count_messages, parameters_held
+from shardwright.schedule.build import build, compare, count_messages, resident_parameters
 from shardwright.schedule.registry import names
 from shardwright.schedule.simulate import Times
 
@@ -43,4 +43,4 @@ def test_times_of_stages_are_for_schedules_with_as_many():
 def test_messages_and_parameters_are_those_of_the_docs(name: str, messages: int, held: float):
     schedule = build(name, 4, 8, 3 if name == "interleaved-1f1b" else 1)
     assert count_messages(schedule) == messages
-    assert parameters_held(schedule) == held
+    assert resident_parameters(schedule) == held

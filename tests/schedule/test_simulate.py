@@ -81,7 +81,7 @@ def test_two_ranks_and_one_microbatch_run_in_turn() -> None:
     )
     assert simulation.makespan == 12
     assert simulation.bubble_rates == (0.5, 0.5)
-    assert simulation.held == ([(0, 1, 0), (11, 0, 1), (12, 0, 0)], [(2.5, 1, 0), (7.5, 0, 1), (8.5, 0, 0)])
+    assert simulation.resident == ([(0, 1, 0), (11, 0, 1), (12, 0, 0)], [(2.5, 1, 0), (7.5, 0, 1), (8.5, 0, 0)])
 
 
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row[0]} ranks, {row[1]} microbatches, {row[2]} us")
@@ -236,7 +236,7 @@ def test_simulation_agrees_with_a_slower_one_and_keeps_to_what_is_possible(name:
     assert simulation.makespan >= max(simulation.work)
     assert simulation.makespan >= there_and_back + 2 * times.comm * max(hops.values())
     assert all(0 <= rate <= 1 for rate in simulation.bubble_rates)
-    assert all(curve[-1][1:] == (0, 0) for curve in simulation.held)
+    assert all(curve[-1][1:] == (0, 0) for curve in simulation.resident)
 
 
 @pytest.mark.parametrize("name", FIXED)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.model.pieces import causal_pieces
-from shardwright.split.documents import AttentionPiece, Lengths, dealt, held_tokens, imbalance, plan
+from shardwright.split.documents import AttentionPiece, Lengths, balanced_spans, imbalance, plan, ring_tokens
 
 
 @st.composite
@@ -30,7 +30,7 @@ METHODS = [("ring", False), ("zigzag", False), ("zigzag", True)]
 def test_dealing_partitions_every_document_over_ranks_with_equally_many_tokens(case: tuple[int, list[Lengths]]) -> None:
     ring, sequences = case
     for lengths in sequences:
-        held = dealt(lengths, ring)
+        held = balanced_spans(lengths, ring)
         assert {sum(each.tokens for each in rank) for rank in held} == {sum(lengths) // ring}
         starts = [0, *accumulate(lengths)]
         for rank in held:
@@ -70,7 +70,7 @@ def test_every_pair_of_a_document_and_of_a_window_or_chunk_is_computed_once_and_
         [
             (row, p)
             for row, lengths in enumerate(sequences)
-            for each in held_tokens(lengths, method, ring, deals)[rank]
+            for each in ring_tokens(lengths, method, ring, deals)[rank]
             for p in range(each.start, each.stop)
         ]
         for rank in range(ring)
@@ -165,7 +165,7 @@ def test_dealt_documents_are_balanced_where_zigzag_chunks_are_not(ring: int) -> 
 
 
 def test_a_short_document_stays_on_one_rank_and_a_long_one_is_on_all() -> None:
-    held = dealt((100, *[10] * 10), 2)
+    held = balanced_spans((100, *[10] * 10), 2)
     ranks = [{each.document for each in rank} for rank in held]
     assert ranks[0] & ranks[1] == {0}
 

@@ -188,7 +188,7 @@ def test_a_bug_of_local_checkpoints_is_seen(name, tmp_path):
 
 def test_every_rank_has_a_keeper_on_another_host_and_files_come_from_who_has_them():
     hosts = Hosts.by_name(["a", "a", "b", "c", "c", "c"])
-    assert hosts.of == (0, 0, 1, 2, 2, 2)
+    assert hosts.host_of_rank == (0, 0, 1, 2, 2, 2)
     assert [hosts.keeper(rank) for rank in range(6)] == [2, 2, 3, 0, 1, 0]
     assert sorted(of for rank in range(6) for of in hosts.kept_by(rank)) == list(range(6))
     assert Hosts.by_name(["a", "a"]).keeper(0) is None

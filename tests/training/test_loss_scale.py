@@ -246,7 +246,7 @@ def stops_soon(rank: int) -> None:
 
     def stop(self):
         calls.append(0)
-        self.asked = self.asked or len(calls) == 7
+        self.requested = self.requested or len(calls) == 7
         return everyone(self)
 
     StopRequest.everyone = stop

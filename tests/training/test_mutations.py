@@ -116,7 +116,7 @@ def test_verify_reports_nothing_on_healthy_code(case: Case, layout: Layout, veri
 @pytest.mark.parametrize("name", rest_prove(SEEN_BY_A_RESUME, "the moments of the optimizer are not taken up"))
 def test_a_run_that_is_taken_up_shows_the_bug(tmp_path: Path, name: str):
     bug = SEEN_BY_A_RESUME[name]
-    found = taken_up(tmp_path / "found", bug.layouts, bug.spec, bug.mutations)
+    found = taken_up(tmp_path / "tensors", bug.layouts, bug.spec, bug.mutations)
     expected = taken_up(tmp_path / "expected", bug.layouts, bug.spec)
     assert any(not torch.equal(a[key], b[key]) for a, b in zip(found, expected, strict=True) for key in b)
 

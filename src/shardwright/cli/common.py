@@ -276,7 +276,7 @@ _MOST = {"--top": 2000, "--micro-batch": 2**16, "--batch-size": 2**16, "--concur
 """The largest valid number of options whose work or memory grows with the number."""
 
 
-def wrong_sizes(sizes: Mapping[str, int | None], needed: Iterable[str] = ()) -> list[str]:
+def size_problems(sizes: Mapping[str, int | None], needed: Iterable[str] = ()) -> list[str]:
     """Return the problems of options that are counts, given by name; the options in `needed` are required."""
     missing = [f"{option} is missing; give a number, 1 or more" for option in needed if sizes[option] is None]
     small = {option: n for option, n in sizes.items() if n is not None and n < 1}
@@ -286,7 +286,7 @@ def wrong_sizes(sizes: Mapping[str, int | None], needed: Iterable[str] = ()) -> 
     return missing + [f"{option} {n:,}: at most {most[option]:,} is possible" for option, n in large.items()]
 
 
-def wrong_place(option: str, path: Path | None, named: Mapping[str, str] | None = None) -> list[str]:
+def output_problems(option: str, path: Path | None, named: Mapping[str, str] | None = None) -> list[str]:
     """Return the problems of an option that names a file to write, if it is given. `named`: the valid suffixes, each
     with the words that precede it in the error; None: any suffix is valid."""
     if path is None:
@@ -299,7 +299,7 @@ def wrong_place(option: str, path: Path | None, named: Mapping[str, str] | None 
     return [] if problem is None else [f"{option} {problem}"]
 
 
-def wrong_device(device: str) -> list[str]:
+def device_problems(device: str) -> list[str]:
     """Return the problem of the option --device, if it has one."""
     return [] if device in ("auto", "cpu", "cuda") else [f"--device {device}: not one of auto, cpu, cuda"]
 

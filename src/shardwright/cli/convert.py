@@ -32,7 +32,7 @@ def convert(
     n, remarks = state.spec.n_parameters, list(result.remarks)
     data = {"from": state.format, "to": to, "out": str(out), "parameters": n, "step": state.step, "remarks": remarks}
     optimizer = "" if state.step is None else f", AdamW after {counted(state.step, 'step')}"
-    said = [f"{state.format}: {format_count(n)} parameters{optimizer} -> {to}: {out}", *remarks]
+    lines = [f"{state.format}: {format_count(n)} parameters{optimizer} -> {to}: {out}", *remarks]
     if to == "shardwright" and run is not None:
-        said.append(f"  shardwright train {run} --set checkpoint.resume={out}")
-    print_answer(json, data, *said)
+        lines.append(f"  shardwright train {run} --set checkpoint.resume={out}")
+    print_answer(json, data, *lines)

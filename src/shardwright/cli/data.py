@@ -229,13 +229,13 @@ def _documents(n: int) -> str:
 
 def _validation_note(manifest: DataManifest) -> str:
     """Return a remark if the validation split is more than twice or less than half of the requested size."""
-    asked, splits = manifest.options["validation"], manifest.splits
+    requested, splits = manifest.options["validation"], manifest.splits
     n_documents = sum(split.documents for split in splits.values())
-    if not asked or asked / 2 <= (share := splits["validation"].documents / n_documents) <= 2 * asked:
+    if not requested or requested / 2 <= (share := splits["validation"].documents / n_documents) <= 2 * requested:
         return ""
     return (
         f"the validation split holds {splits['validation'].documents:,} of {counted(n_documents, 'document')} "
-        f"({percent(share)}), and --validation asks for {percent(asked)}; it takes whole documents, at least one"
+        f"({percent(share)}), and --validation asks for {percent(requested)}; it takes whole documents, at least one"
     )
 
 
@@ -253,9 +253,9 @@ def _print_packing(packing: dict[str, Any]) -> None:
         table.add_column(heading, justify="right")
     for ring in packing["rings"]:
         for name, what in (("zigzag", "zig-zag"), ("dealt", "dealt")):
-            of = ring[name]
-            numbers = [f"{of[key]:.3f}" for key in ("sum", "steps", "worst")]
-            table.add_row(str(ring["cp"]), what, *numbers, percent(of["sent"]))
+            ratios = ring[name]
+            numbers = [f"{ratios[key]:.3f}" for key in ("sum", "steps", "worst")]
+            table.add_row(str(ring["cp"]), what, *numbers, percent(ratios["sent"]))
     console.print(table)
 
 

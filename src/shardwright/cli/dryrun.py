@@ -13,11 +13,11 @@ from shardwright.cli.common import (
     argument,
     flag,
     option,
+    output_problems,
     print_text,
     progress,
     reading_verb,
     show,
-    wrong_place,
 )
 from shardwright.cli.plan_from import load_run
 from shardwright.cli.plan_options import FromOptions
@@ -118,9 +118,9 @@ def _dry_run(
 
 def _problems(options: DryrunOptions) -> list[str]:
     """Return the problems of the options that can be found without the run file."""
-    problems = wrong_place("--html", options.html, {".html": "valid: a file named"})
-    problems += wrong_place("--trace", options.trace, {".json": "valid: a file named"})
-    problems += wrong_place("--snapshot", options.snapshot, {".pickle": "valid: a file named"})
+    problems = output_problems("--html", options.html, {".html": "valid: a file named"})
+    problems += output_problems("--trace", options.trace, {".json": "valid: a file named"})
+    problems += output_problems("--snapshot", options.snapshot, {".pickle": "valid: a file named"})
     if options.ranks not in (None, ALL):
         problems.append(f"--ranks {options.ranks}: valid: {ALL}; a single one is given by --rank")
     if options.ranks is not None and options.rank is not None:

@@ -6,13 +6,13 @@ from shardwright.cli.common import (
     AsJson,
     Device,
     ModelArgument,
+    device_problems,
     filled,
     layout_of,
     option,
     print_answer,
     reading_verb,
-    wrong_device,
-    wrong_sizes,
+    size_problems,
 )
 from shardwright.system.errors import InputError, collecting
 from shardwright.system.units import counted, format_count
@@ -46,7 +46,7 @@ def eval(options: EvalOptions) -> None:
     """
     from shardwright.generation.evaluate import EvalRequest, evaluate
 
-    problems = wrong_sizes(
+    problems = size_problems(
         {"--seq-len": options.seq_len, "--samples": options.samples, "--micro-batch": options.micro_batch}
     )
     if options.sequences not in (None, "packed", "documents"):
@@ -55,7 +55,7 @@ def eval(options: EvalOptions) -> None:
         problems.append(f"--split {options.split}: not one of validation, train")
     if options.loss not in ("auto", "tokens", "pairs"):
         problems.append(f"--loss {options.loss}: not one of tokens, pairs")
-    problems += wrong_device(options.device)
+    problems += device_problems(options.device)
     with collecting(problems):
         layout = layout_of(options.layout)
     if problems:

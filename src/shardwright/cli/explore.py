@@ -92,32 +92,30 @@ def _state_of_run(
     if cluster is None:
         cluster = f"h100:{load(run).layout.layout().world_size}"
     options = PlanOptions(target=str(run), cluster=cluster, hardware=hardware, document_tokens=document_tokens)
-    asked = read_request(options)
-    model = asked.name if asked.job.model == PRESETS.get(asked.name) else sizes_of_spec(asked.job.model)
-    assert asked.config is not None
-    choice = choice_of_run(asked.config, asked.job, limit_bytes(asked.job, MARGIN))
-    job = replace(asked.job, cluster=replace(asked.job.cluster, name=cluster))
+    request = read_request(options)
+    model = request.name if request.job.model == PRESETS.get(request.name) else sizes_of_spec(request.job.model)
+    assert request.config is not None
+    choice = choice_of_run(request.config, request.job, limit_bytes(request.job, MARGIN))
+    job = replace(request.job, cluster=replace(request.job.cluster, name=cluster))
     parsed = parse(query_of(PageState(model, job, choice)), hardware)
     if parsed.state is None:
         raise InputError(*(f"{run}: {problem}" for problem in parsed.problems))
     left_out = _left_out(job, parsed.state.job)
-    if asked.given is not None and asked.given.batch.stages:
+    if request.given is not None and request.given.batch.stages:
         left_out.append("batch.stages except the one that needs most memory")
     if left_out:
         error_console.print(f"{run}: the page leaves out {', '.join(left_out)}", markup=False, soft_wrap=True)
     return parsed.state
 
 
-def _left_out(asked: "Job", shown: "Job") -> list[str]:
-    """Return the keys of a run file whose values the page does not hold. `asked`: the job of the file; `shown`: the job
+def _left_out(job: "Job", shown: "Job") -> list[str]:
+    """Return the keys of a run file whose values the page does not hold. `job`: the job of the file; `shown`: the job
     of the page."""
     kept = shown.options_of_optimizer
     sizes = [
-        field.name
-        for field in fields(asked.model)
-        if getattr(asked.model, field.name) != getattr(shown.model, field.name)
+        field.name for field in fields(job.model) if getattr(job.model, field.name) != getattr(shown.model, field.name)
     ]
-    options = [name for name, value in asked.options_of_optimizer.items() if value != kept[name]]
+    options = [name for name, value in job.options_of_optimizer.items() if value != kept[name]]
     return [*(f"model.{name}" for name in sizes), *(f"optimizer.{name}" for name in options)]
 
 

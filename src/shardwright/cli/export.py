@@ -45,16 +45,16 @@ def export(
     )  # fmt: skip
     name = done.architecture.class_name
     data = {"out": str(out), "architecture": name, "dtype": done.dtype, "bytes": done.n_bytes}
-    said = f"{name}, {done.dtype}, {format_bytes(done.n_bytes)} -> {out}"
-    print_answer(json, data | {"remarks": list(done.remarks)}, said, *done.remarks)
+    line = f"{name}, {done.dtype}, {format_bytes(done.n_bytes)} -> {out}"
+    print_answer(json, data | {"remarks": list(done.remarks)}, line, *done.remarks)
 
 
 def _adapter(source: Path, out: Path, architecture: str | None, json: bool) -> None:
     from shardwright.training.adapters import export_adapter
 
     n_bytes = export_adapter(source, out, architecture)
-    said = f"adapters for peft, {format_bytes(n_bytes)} -> {out}"
-    print_answer(json, {"out": str(out), "bytes": n_bytes}, said)
+    line = f"adapters for peft, {format_bytes(n_bytes)} -> {out}"
+    print_answer(json, {"out": str(out), "bytes": n_bytes}, line)
 
 
 def _bytes(text: str) -> int:

@@ -141,9 +141,9 @@ class FollowedRun:
         """Return the state of each rank in `ranks` that has written it; only the first `MOST_RANKS` are read."""
         if not self.runs:
             return {}
-        there, result = RanksFolder(self.folder), {}
+        folder, result = RanksFolder(self.folder), {}
         for rank in ranks[:MOST_RANKS]:
-            identity, state = there.identity(rank), there.state(rank)
+            identity, state = folder.identity(rank), folder.state(rank)
             if identity is not None and state is not None:
                 result[rank] = RankStatus(identity, state)
         return result

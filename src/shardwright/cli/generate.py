@@ -10,6 +10,7 @@ from shardwright.cli.common import (
     AsJson,
     Device,
     ModelArgument,
+    device_problems,
     error_console,
     filled,
     flag,
@@ -17,12 +18,11 @@ from shardwright.cli.common import (
     layout_of,
     numbered_lines,
     option,
+    output_problems,
     print_json,
     print_text,
     reading_verb,
-    wrong_device,
-    wrong_place,
-    wrong_sizes,
+    size_problems,
 )
 from shardwright.system.console import visible
 from shardwright.system.errors import InputError, collecting
@@ -87,14 +87,14 @@ def generate(options: GenerateOptions) -> None:
     problems += _sampling_problems(options)
     if "" in (options.stop or ()):
         problems.append("--stop is empty, and would end every continuation at once; give a text or leave it out")
-    problems += wrong_sizes(
+    problems += size_problems(
         {"--max-tokens": options.max_tokens, "--batch-size": options.batch_size, "--draft-tokens": options.draft_tokens}
     )
     if options.logprobs and options.draft is not None:
         problems.append(
             "--logprobs with --draft: a draft's tokens are checked without them; leave out the one or the other"
         )
-    problems += wrong_place("--record-experts", options.record_experts, EXPERT_FILES)
+    problems += output_problems("--record-experts", options.record_experts, EXPERT_FILES)
     if options.record_experts is not None and options.draft is not None:
         problems.append(
             "--record-experts with --draft: tokens of the draft may be rejected; leave out the one or the other"
@@ -103,7 +103,7 @@ def generate(options: GenerateOptions) -> None:
         problems.append("--logprobs prints a number for each token; add --json")
     with collecting(problems):
         layout = layout_of(options.layout, LAYOUT_KEYS)
-    problems += wrong_device(options.device)
+    problems += device_problems(options.device)
     if problems:
         raise InputError(*problems)
     answer = generate(

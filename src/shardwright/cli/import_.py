@@ -33,17 +33,17 @@ def import_(
     architecture, n_bytes = weights.folder.architecture.class_name, bytes_of(weights)
     n = weights.spec.n_parameters
     data = {"out": str(out), "architecture": architecture, "parameters": n, "tensors": len(weights.shapes)}
-    said = [f"{architecture}, {format_count(n)} parameters, {format_bytes(n_bytes)} -> {out}"]
+    lines = [f"{architecture}, {format_count(n)} parameters, {format_bytes(n_bytes)} -> {out}"]
     if weights.folder.untied:
-        said.append(
+        lines.append(
             "the head is not tied: config.json ties it to the embedding, and the files have a head with other values, "
             "which transformers keeps too"
         )
-    said += [f"left out: {line}" for line in by_reason(weights.left_out)]
+    lines += [f"left out: {line}" for line in by_reason(weights.left_out)]
     if weights.folder.tokenizer is None:
-        said.append("no tokenizer.json in it: data has to be prepared with a tokenizer of the same vocabulary")
-    said.append(f"  shardwright train RUN.toml --set model.from={out} --set init.weights={out}")
-    print_answer(json, data | {"bytes": n_bytes, "left_out": weights.left_out}, *said)
+        lines.append("no tokenizer.json in it: data has to be prepared with a tokenizer of the same vocabulary")
+    lines.append(f"  shardwright train RUN.toml --set model.from={out} --set init.weights={out}")
+    print_answer(json, data | {"bytes": n_bytes, "left_out": weights.left_out}, *lines)
 
 
 def _adapter(source: str, base: Path, out: Path, json: bool) -> None:

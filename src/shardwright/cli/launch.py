@@ -12,11 +12,11 @@ from shardwright.cli.common import (
     filled,
     flag,
     option,
+    output_problems,
     print_json,
     print_text,
     reading_verb,
-    wrong_place,
-    wrong_sizes,
+    size_problems,
 )
 from shardwright.launching.jobs import JOB_FORMATS, JobFormat, LaunchJob, job_problems
 from shardwright.system.errors import InputError, nearest
@@ -71,7 +71,7 @@ def launch(options: LaunchOptions) -> None:
     config = load(options.run, options.set_ or ())
     layout = config.layout.layout()
     sizes = {"--nodes": options.nodes, "--per-node": options.per_node, "--cpus": options.cpus, "--grace": options.grace}
-    problems = wrong_sizes(sizes) + wrong_place("--write", options.write)
+    problems = size_problems(sizes) + output_problems("--write", options.write)
     problems += [f"--max-restarts {options.max_restarts}: 0 or more is needed"] * (options.max_restarts < 0)
     problems += [
         f"--{name} is missing; --on {options.on} needs it, such as --{name} {example}"

@@ -100,8 +100,8 @@ def _as_override(error: Any) -> str:
     name = option.removeprefix("--").replace("-", "_").split(".")[-1]
     keys = keys_named(name) or [key for key in called_here(name) or () if "=" not in key]
     sections = {key for key, field in RunConfig.model_fields.items() if hasattr(field.annotation, "model_fields")}
-    said = [f"--set {key}{'.KEY' if key in sections else ''}=VALUE" for key in keys]
-    return f"; a key of the run file is given as {' or '.join(said)}" if said else ""
+    options = [f"--set {key}{'.KEY' if key in sections else ''}=VALUE" for key in keys]
+    return f"; a key of the run file is given as {' or '.join(options)}" if options else ""
 
 
 class _Commands(dict[str, Any]):
@@ -152,11 +152,11 @@ class Verbs(TyperGroup):
         try:
             exit_code = run()
         except _USAGE_ERROR as error:
-            if said := " ".join(error.format_message().split()).rstrip("."):  # empty if the help was shown
+            if message := " ".join(error.format_message().split()).rstrip("."):  # empty if the help was shown
                 from shardwright.cli.common import fail
 
                 path = error.ctx.command_path if error.ctx else "shardwright"
-                fail(InputError(f"{said[0].lower()}{said[1:]}{_as_override(error)} ({path} --help)"))
+                fail(InputError(f"{message[0].lower()}{message[1:]}{_as_override(error)} ({path} --help)"))
             sys.exit(InputError.exit_code)
         except typer.Abort:
             sys.exit(130)
@@ -182,8 +182,8 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         typer.echo(f"shardwright {shardwright.__version__}")
         raise typer.Exit
 

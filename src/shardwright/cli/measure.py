@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from shardwright.cli.common import (
     AsJson,
+    device_problems,
     error_console,
     flag,
     option,
+    output_problems,
     print_text,
     show,
+    size_problems,
     verb,
-    wrong_device,
-    wrong_place,
-    wrong_sizes,
 )
 from shardwright.system.errors import InputError
 
@@ -78,8 +78,10 @@ def measure(options: MeasureOptions) -> None:
 
 
 def _problems(options: MeasureOptions) -> list[str]:
-    problems = wrong_device(options.device) + wrong_place("--html", options.html, {".html": "valid: a file named"})
-    problems += wrong_place("--out", options.out, {".toml": "valid: a file named"})
+    problems = device_problems(options.device) + output_problems(
+        "--html", options.html, {".html": "valid: a file named"}
+    )
+    problems += output_problems("--out", options.out, {".toml": "valid: a file named"})
     if options.out is None and options.html is None and not options.json:
         problems.append("--out is missing; name the hardware file to write, such as --out mine.toml")
     if options.out is not None and options.out.is_file() and not options.overwrite:
@@ -88,7 +90,7 @@ def _problems(options: MeasureOptions) -> list[str]:
         problems.append(f"--clock {options.clock}: not one of {', '.join(CLOCKS)}")
     if not 0 < options.budget < 60:
         problems.append(f"--budget {options.budget:g}: seconds above 0 and below 60 are needed, such as 0.05")
-    problems += wrong_sizes({"--ranks": options.ranks})
+    problems += size_problems({"--ranks": options.ranks})
     if "RANK" in os.environ and options.ranks is not None:
         problems.append(f"--ranks {options.ranks}: torchrun has started the ranks; leave it out")
     return problems

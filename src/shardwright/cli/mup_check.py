@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer
 
-from shardwright.cli.common import AsJson, Overrides, argument, option, progress, reading_verb, show, wrong_place
+from shardwright.cli.common import AsJson, Overrides, argument, option, output_problems, progress, reading_verb, show
 from shardwright.system.errors import InputError
 
 MOST_WIDTH = 2**16
@@ -41,8 +41,8 @@ def mup_check(options: MupCheckOptions) -> None:
     from shardwright.system.files import write_whole
 
     widths = _widths(options.widths)
-    problems = wrong_place("--draw", options.draw, {".svg": "a picture is named"})
-    problems += wrong_place("--html", options.html, {".html": "a page is named"})
+    problems = output_problems("--draw", options.draw, {".svg": "a picture is named"})
+    problems += output_problems("--html", options.html, {".html": "a page is named"})
     if problems:
         raise InputError(*problems)
     config = load(options.run, options.overrides or ())

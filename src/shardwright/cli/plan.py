@@ -58,19 +58,19 @@ def plan(options: PlanOptions) -> None:
 
         plan_from(options)
         return
-    asked = read_request(options)
+    request = read_request(options)
     if options.measured is not None:
         from shardwright.cli.plan_measured import compare_with_run
 
-        compare_with_run(asked, options)
+        compare_with_run(request, options)
     elif options.compare:
         from shardwright.cli.plan_compare import compare
 
-        compare(asked, options)
-    elif asked.explained is not None:
-        _explain(asked, options, asked.explained)
+        compare(request, options)
+    elif request.explained is not None:
+        _explain(request, options, request.explained)
     else:
-        _search(asked, options)
+        _search(request, options)
 
 
 def _evaluate(options: PlanOptions) -> None:
@@ -87,7 +87,7 @@ def _evaluate(options: PlanOptions) -> None:
         raise typer.Exit(1)
 
 
-def _search(asked: PlanRequest, options: PlanOptions) -> None:
+def _search(request: PlanRequest, options: PlanOptions) -> None:
     from shardwright.planner.alternatives import runners_up, well_known
     from shardwright.planner.batches import near_batches
     from shardwright.planner.document import plan_document
@@ -100,10 +100,10 @@ def _search(asked: PlanRequest, options: PlanOptions) -> None:
     with error_console.status("evaluating every layout") as status:
         started = time.perf_counter()
         whole = result = search(
-            asked.job,
+            request.job,
             memory_margin=margin,
             top=options.top,
-            fixed=asked.fixed,
+            fixed=request.fixed,
             processes=processes,
             prefer=options.prefer,
         )
@@ -115,32 +115,32 @@ def _search(asked: PlanRequest, options: PlanOptions) -> None:
         took_s = time.perf_counter() - started
         status.update("looking at others")
         taken = result.recommended
-        own = None if taken is None else _own(asked, result)
+        own = None if taken is None else _own(request, result)
         others = [] if taken is None else [*runners_up(result), *well_known(result)]
         batches = near_batches(result, margin, processes)
-        instead = [] if taken is not None else remedies(asked.job, options.memory_margin, asked.fixed)
+        instead = [] if taken is not None else remedies(request.job, options.memory_margin, request.fixed)
     data = None
     if options.json:  # its numbers with other loads of experts take time
         near = [{"global_batch": size.global_batch, "saved": size.saved} for size in batches]
-        data = plan_document(result, whole, asked.name, own, others, instead, asked.goal) | {"near_batches": near}
-    searched = SearchedPlan(result, whole, asked.name, own, others, batches, instead, margin, asked.goal, took_s)
+        data = plan_document(result, whole, request.name, own, others, instead, request.goal) | {"near_batches": near}
+    searched = SearchedPlan(result, whole, request.name, own, others, batches, instead, margin, request.goal, took_s)
     view = plan_view(searched, data)
     # The reader of the output may close it early (`| head`), so files are written before anything is printed.
     if taken is not None:
-        _write(asked, result.job, taken.choice, options)
+        _write(request, result.job, taken.choice, options)
     show(view, options.json, options.html)
     if taken is None:
         raise typer.Exit(1)
-    _tell_written(asked, options)
+    _report_written(request, options)
 
 
-def _own(asked: PlanRequest, result: "Plan") -> "Alternative | None":
+def _own(request: PlanRequest, result: "Plan") -> "Alternative | None":
     """Return the layout of the run file, or None without a run file or if the layout is not valid for this cluster."""
     from shardwright.planner.alternatives import Alternative
 
-    if asked.config is None:
+    if request.config is None:
         return None
-    choice = choice_of_run(asked.config, result.job, result.limit_bytes)
+    choice = choice_of_run(request.config, result.job, result.limit_bytes)
     try:
         priced = priced_of(result.job, choice)
     except LayoutError as error:
@@ -150,28 +150,28 @@ def _own(asked: PlanRequest, result: "Plan") -> "Alternative | None":
     return Alternative("run file", priced if fits else None, (choice, priced.peak_bytes))
 
 
-def _explain(asked: PlanRequest, options: PlanOptions, choice: "Choice") -> None:
+def _explain(request: PlanRequest, options: PlanOptions, choice: "Choice") -> None:
     from shardwright.planner.search import limit_bytes
     from shardwright.report.plan_view import explained_document
 
     try:
-        priced = priced_of(asked.job, choice)
+        priced = priced_of(request.job, choice)
     except LayoutError as error:
         raise LayoutError(*(f"--explain {choice}: {problem}" for problem in error.problems)) from None
-    limit = limit_bytes(asked.job, options.memory_margin)
-    document = explained_document(priced, asked.name, limit, asked.goal)
+    limit = limit_bytes(request.job, options.memory_margin)
+    document = explained_document(priced, request.name, limit, request.goal)
     fits = priced.fits(limit)
     if fits:
-        _write(asked, asked.job, choice, options)
+        _write(request, request.job, choice, options)
     show(document, options.json, options.html)
     if not fits:
         if options.write is not None:
             error_console.print(f"not written to {options.write}: the layout does not fit", markup=False)
         raise typer.Exit(1)
-    _tell_written(asked, options)
+    _report_written(request, options)
 
 
-def _write(asked: PlanRequest, job: "Job", choice: "Choice", options: PlanOptions) -> None:
+def _write(request: PlanRequest, job: "Job", choice: "Choice", options: PlanOptions) -> None:
     """With --write, write the layout as a run file: the given run file with its layout and batch replaced, or a new run
     file."""
     if options.write is None:
@@ -181,15 +181,15 @@ def _write(asked: PlanRequest, job: "Job", choice: "Choice", options: PlanOption
     from shardwright.system.files import write_whole
 
     command = shlex.join(["shardwright", *sys.argv[1:]])
-    stages = () if asked.goal is None else asked.goal.stages
+    stages = () if request.goal is None else request.goal.stages
     batch, tokens = batch_keys(job, choice, stages), options.budget_tokens
     if tokens is not None and "stages" in batch:
         batch["stages"] = [stage for stage in batch["stages"] if stage["from_tokens"] < tokens]
     steps = None if tokens is None else BatchSection(**batch).schedule.steps(tokens)
-    if asked.given is None:
-        text = run_file(job, asked.name, choice, command, tokens, batch, steps)
+    if request.given is None:
+        text = run_file(job, request.name, choice, command, tokens, batch, steps)
     else:
-        text = _replanned(asked.given, job, choice, {"batch": batch, "steps": steps}, options.write, command)
+        text = _replanned(request.given, job, choice, {"batch": batch, "steps": steps}, options.write, command)
     write_whole(options.write, text.encode("utf-8"))
 
 
@@ -229,7 +229,7 @@ def _new_out(config: "RunConfig", path: Path) -> str:
     return f"{config.out.rstrip('/')}-{path.stem}"
 
 
-def _tell_written(asked: PlanRequest, options: PlanOptions) -> None:
+def _report_written(request: PlanRequest, options: PlanOptions) -> None:
     if options.write is not None and not options.json:
-        new = "" if asked.config is None else f"; its out is a new folder, {_new_out(asked.config, options.write)}"
+        new = "" if request.config is None else f"; its out is a new folder, {_new_out(request.config, options.write)}"
         print_text(f"written to {options.write}{new}")

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwright.cli.common import wrong_sizes
+from shardwright.cli.common import size_problems
 from shardwright.cli.plan_goal import check_goal, training_goal
 from shardwright.cli.plan_model import find_model
-from shardwright.cli.plan_options import PRECISIONS, PlanOptions, wrong_measured, wrong_options
+from shardwright.cli.plan_options import PRECISIONS, PlanOptions, measured_option_problems, plan_option_problems
 from shardwright.cost.formats import FORMATS
 from shardwright.system.errors import InputError, LayoutError, collecting, nearest
 
@@ -47,12 +47,12 @@ def read_request(options: PlanOptions) -> PlanRequest:
     if explains_file and target is None and model is None:
         target = options.explain
     global_batch, seq_len, precision = options.global_batch, options.seq_len, options.precision
-    problems = [*wrong_options(options), *wrong_measured(options), *_contradictions(options, target)]
+    problems = [*plan_option_problems(options), *measured_option_problems(options), *_contradictions(options, target)]
     config = given = None
     if target is not None and model is None and (given := _read(target, problems)) is not None:
-        from shardwright.config.settle import of_fullest_stage
+        from shardwright.config.settle import fullest_stage_config
 
-        config = of_fullest_stage(given)
+        config = fullest_stage_config(given)
         global_batch = config.batch.global_batch if global_batch is None else global_batch
         seq_len = config.batch.seq_len if seq_len is None else seq_len
         precision = config.precision.planned if precision is None else precision
@@ -62,7 +62,7 @@ def read_request(options: PlanOptions) -> PlanRequest:
     if cluster is None:
         problems.append("--cluster is missing; give accelerators and how many, such as h100:64")
     sizes = {"--global-batch": global_batch, "--seq-len": seq_len}
-    problems += wrong_sizes(sizes, needed=sizes if target is None and options.measured is None else ())
+    problems += size_problems(sizes, needed=sizes if target is None and options.measured is None else ())
     document_tokens = _document_tokens(options, config, seq_len, problems)
     if precision not in PRECISIONS:
         what = "precision.compute=" if config is not None and config.precision.planned == precision else "--precision "
@@ -164,10 +164,10 @@ def with_adapters(spec: "ModelSpec", lora: str | None) -> "ModelSpec":
 def _choice_of_file(path: str, config: "RunConfig | None", job: "Job", options: PlanOptions) -> "Choice":
     """Return the layout of the run file given to --explain; `config`: the file if it was read. Raises InputError."""
     from shardwright.config import load
-    from shardwright.config.settle import of_fullest_stage
+    from shardwright.config.settle import fullest_stage_config
     from shardwright.planner.search import limit_bytes
 
-    return choice_of_run(config or of_fullest_stage(load(path)), job, limit_bytes(job, options.memory_margin))
+    return choice_of_run(config or fullest_stage_config(load(path)), job, limit_bytes(job, options.memory_margin))
 
 
 def changed_cluster(text: str, options: PlanOptions, link: str | None, network: str | None) -> "Cluster":

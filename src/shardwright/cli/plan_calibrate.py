@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from shardwright.cli.common import AsJson, argument, flag, option, print_text, reading_verb, show
-from shardwright.cli.plan_asked import wrong_options
+from shardwright.cli.plan_asked import plan_option_problems
 from shardwright.cli.plan_options import FromOptions, PlanOptions
 from shardwright.system.errors import InputError
 
@@ -57,16 +57,16 @@ def read_logged_run(options: LogOptions) -> LoggedRun:
     if not options.from_:
         raise InputError("--from is missing; name the configuration of the run, or run.toml of a run of Shardwright")
     given = options.plan_options()
-    if problems := wrong_options(given):
+    if problems := plan_option_problems(given):
         raise InputError(*problems)
     if _is_run_file(options.from_[0]):
         from shardwright.cli.plan_asked import choice_of_run, priced_of, read_request
         from shardwright.planner.search import MARGIN, limit_bytes
 
-        asked = read_request(replace(given, target=str(options.from_[0]), from_=None, write=None, overwrite=False))
-        assert asked.config is not None
-        choice = choice_of_run(asked.config, asked.job, limit_bytes(asked.job, MARGIN))
-        system, cluster, priced = "Shardwright", asked.anywhere.cluster, priced_of(asked.job, choice)
+        request = read_request(replace(given, target=str(options.from_[0]), from_=None, write=None, overwrite=False))
+        assert request.config is not None
+        choice = choice_of_run(request.config, request.job, limit_bytes(request.job, MARGIN))
+        system, cluster, priced = "Shardwright", request.anywhere.cluster, priced_of(request.job, choice)
     else:
         from shardwright.cli.plan_from import read_run
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 CHANGES = ("link", "network")
 
 
-def compare(asked: PlanRequest, options: PlanOptions) -> None:
+def compare(request: PlanRequest, options: PlanOptions) -> None:
     """Search on the requested cluster and on each cluster of --compare, and print the recommended layout of each.
 
     Raises InputError for unknown clusters, and typer.Exit(1) if nothing fits on any cluster.
@@ -30,8 +30,8 @@ def compare(asked: PlanRequest, options: PlanOptions) -> None:
 
     problems: list[str] = []
     clusters = [
-        asked.job.cluster,
-        *(_cluster(text, options, asked.job.precision, problems) for text in _others(options)),
+        request.job.cluster,
+        *(_cluster(text, options, request.job.precision, problems) for text in _others(options)),
     ]
     if problems:
         raise InputError(*problems)
@@ -40,15 +40,15 @@ def compare(asked: PlanRequest, options: PlanOptions) -> None:
         for cluster in clusters:
             status.update(f"evaluating every layout of {cluster.name}")
             try:
-                job = on_machine(replace(asked.anywhere, cluster=cluster))
-                check_goal(asked.goal, job)
+                job = on_machine(replace(request.anywhere, cluster=cluster))
+                check_goal(request.goal, job)
                 processes = usable_cores()
                 plans.append(
-                    search(job, memory_margin=options.memory_margin, top=1, fixed=asked.fixed, processes=processes)
+                    search(job, memory_margin=options.memory_margin, top=1, fixed=request.fixed, processes=processes)
                 )
             except LayoutError as error:
                 raise LayoutError(*(f"{cluster.name}: {problem}" for problem in error.problems)) from None
-    show(compare_view(asked.name, plans, asked.goal), options.json, options.html)
+    show(compare_view(request.name, plans, request.goal), options.json, options.html)
     if not any(plan.recommended for plan in plans):
         raise typer.Exit(1)
 

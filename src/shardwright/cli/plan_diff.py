@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwright.cli.common import AsJson, argument, option, reading_verb, show, wrong_place
+from shardwright.cli.common import AsJson, argument, option, output_problems, reading_verb, show
 from shardwright.system.errors import InputError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def plan_diff(options: PlanDiffOptions) -> None:
     """
     sides = (("A", options.a, options.cluster), ("B", options.b, options.other_cluster or options.cluster))
     priced: list[PricedLayout] = []
-    problems = wrong_place("--html", options.html, {".html": "valid: a file named"})
+    problems = output_problems("--html", options.html, {".html": "valid: a file named"})
     for name, path, cluster in sides:
         try:
             priced.append(_priced(path, cluster, options.hardware))
@@ -57,6 +57,6 @@ def _priced(path: Path, cluster: str | None, hardware: Path | None) -> "PricedLa
     from shardwright.cli.plan_options import PlanOptions
     from shardwright.planner.search import MARGIN, limit_bytes
 
-    asked = read_request(PlanOptions(target=str(path), cluster=cluster, hardware=hardware))
-    assert asked.config is not None
-    return priced_of(asked.job, choice_of_run(asked.config, asked.job, limit_bytes(asked.job, MARGIN)))
+    request = read_request(PlanOptions(target=str(path), cluster=cluster, hardware=hardware))
+    assert request.config is not None
+    return priced_of(request.job, choice_of_run(request.config, request.job, limit_bytes(request.job, MARGIN)))

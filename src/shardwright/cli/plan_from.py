@@ -14,7 +14,7 @@ from shardwright.cli.common import console, error_console, print_text, show
 from shardwright.cli.plan_asked import changed_cluster, no_peak
 from shardwright.cli.plan_goal import check_goal, training_goal
 from shardwright.cli.plan_model import find_model
-from shardwright.cli.plan_options import FromOptions, PlanOptions, wrong_options
+from shardwright.cli.plan_options import FromOptions, PlanOptions, plan_option_problems
 from shardwright.system.errors import InputError, LayoutError
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _check(options: PlanOptions) -> None:
     others = [
         "a run file" if name == "target" else f"--{name.replace('_', '-')}" for name in given if name not in TAKEN
     ]
-    problems = wrong_options(options)
+    problems = plan_option_problems(options)
     if others:
         problems.insert(0, f"--from names the configuration that is planned; leave out {' and '.join(others)}")
     if problems:

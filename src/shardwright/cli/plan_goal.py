@@ -45,7 +45,7 @@ def training_goal(
     with collecting(problems):
         stages = stages or _read_stages(options, config)
     with collecting(problems):
-        operations = read_operations(options.operations or "", **_of_run_file(config))
+        operations = read_operations(options.operations or "", **_stated_operations(config))
     if problems:
         raise InputError(*problems)
     return TrainingGoal(tokens, prices, operations, stages)
@@ -110,7 +110,7 @@ def _price(text: str, hardware: Path | None) -> tuple[str, float]:
         raise InputError(f"--price {text}: {error}") from None
 
 
-def _of_run_file(config: "RunConfig | None") -> dict[str, Any]:
+def _stated_operations(config: "RunConfig | None") -> dict[str, Any]:
     """Return the values of `Operations` that the run file states."""
     if config is None:
         return {}

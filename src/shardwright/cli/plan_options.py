@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from shardwright.cli.common import AsJson, ConfigurationFiles, argument, flag, option, wrong_place, wrong_sizes
+from shardwright.cli.common import AsJson, ConfigurationFiles, argument, flag, option, output_problems, size_problems
 from shardwright.cost.formats import FORMATS
 from shardwright.planner.operations import SAVES
 from shardwright.system.errors import nearest
@@ -161,13 +161,13 @@ class PlanOptions:
     json: AsJson = False
 
 
-def wrong_options(options: PlanOptions) -> list[str]:
+def plan_option_problems(options: PlanOptions) -> list[str]:
     """Return the problems of the options that do not describe the job."""
     from shardwright.planner.search import margin_problems
     from shardwright.planner.simplicity import PREFERENCES
 
     target, write, html, budget_tokens = options.target, options.write, options.html, options.budget_tokens
-    problems = margin_problems(options.memory_margin) + wrong_sizes({"--top": options.top})
+    problems = margin_problems(options.memory_margin) + size_problems({"--top": options.top})
     if budget_tokens is not None and not 0 < budget_tokens < float("inf"):
         problems.append(f"--budget-tokens {budget_tokens:g}: a number of tokens above 0 is needed, such as 15e12")
     if options.prefer is not None and options.prefer not in PREFERENCES:
@@ -190,11 +190,11 @@ def wrong_options(options: PlanOptions) -> list[str]:
         problems.append(f"--write {write}: that is the run file that is read; name another")
     elif write is not None and write.is_file() and not options.overwrite:
         problems.append(f"--write {write}: the file exists; name another, or add --overwrite to replace it")
-    problems += wrong_place("--write", write, {".toml": "valid: a file named"})
-    return problems + wrong_place("--html", html, {".html": "valid: a file named"})
+    problems += output_problems("--write", write, {".toml": "valid: a file named"})
+    return problems + output_problems("--html", html, {".html": "valid: a file named"})
 
 
-def wrong_measured(options: PlanOptions) -> list[str]:
+def measured_option_problems(options: PlanOptions) -> list[str]:
     """Return the problems of the options given with --measured."""
     if options.measured is None:
         return []

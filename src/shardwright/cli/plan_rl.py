@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from shardwright.cli.common import AsJson, error_console, flag, option, reading_verb, show, wrong_place, wrong_sizes
+from shardwright.cli.common import (
+    AsJson,
+    error_console,
+    flag,
+    option,
+    output_problems,
+    reading_verb,
+    show,
+    size_problems,
+)
 from shardwright.cli.plan_options import PRECISIONS
 from shardwright.system.errors import InputError, collecting, nearest
 
@@ -90,7 +99,7 @@ def read_task(options: PlanRLOptions) -> "tuple[RLTask, str]":
     from shardwright.serving.rates import fitted
     from shardwright.serving.setting import Serving
 
-    problems = _wrong_numbers(options)
+    problems = _number_problems(options)
     spec, name = None, options.model or ""
     lengths = {"--input-len": options.input_len or 0, "--output-max": options.output_max or 0}
     length, engines = sum(lengths.values()), {engine.name: engine for engine in ENGINES}
@@ -115,7 +124,7 @@ def read_task(options: PlanRLOptions) -> "tuple[RLTask, str]":
         weights = weights_on(machine.accelerator)
         if options.generation_precision not in weights:
             problems.append(f"--generation-precision {options.generation_precision}: valid here: {', '.join(weights)}")
-        problems += _wrong_split(options, machine.size)
+        problems += _split_problems(options, machine.size)
     problems += [] if spec is None else length_problems(name, spec, lengths)
     with collecting(problems):
         answers = None if problems else _answers(options)
@@ -150,13 +159,13 @@ def _answers(options: PlanRLOptions) -> "AnswerLengths":
     return AnswerLengths.with_tail(options.output_mean, options.output_p95, options.output_max)
 
 
-def _wrong_numbers(options: PlanRLOptions) -> list[str]:
+def _number_problems(options: PlanRLOptions) -> list[str]:
     sizes = {
         "--prompts": options.prompts, "--group": options.group, "--input-len": options.input_len,
         "--output-mean": options.output_mean, "--output-max": options.output_max, "--updates": options.updates,
         "--output-p95": options.output_p95,
     }  # fmt: skip
-    problems = wrong_sizes(sizes, needed=("--prompts", "--group", "--input-len", "--output-mean", "--output-max"))
+    problems = size_problems(sizes, needed=("--prompts", "--group", "--input-len", "--output-mean", "--output-max"))
     mean, most = options.output_mean, options.output_max
     if mean is not None and most is not None and mean >= most > 0:
         valid = f"valid: 1 to {most - 1}" if most > 1 else "valid: an --output-max of 2 or more"
@@ -170,10 +179,10 @@ def _wrong_numbers(options: PlanRLOptions) -> list[str]:
         problems.append(f"--updates {options.updates} does not divide {n:,} answers (--prompts x --group)")
     if not 0 <= options.off_policy <= MOST_STEPS:
         problems.append(f"--off-policy {options.off_policy}: valid: 0 to {MOST_STEPS}")
-    return problems + wrong_place("--html", options.html, {".html": "valid: a file named"})
+    return problems + output_problems("--html", options.html, {".html": "valid: a file named"})
 
 
-def _wrong_split(options: PlanRLOptions, size: int) -> list[str]:
+def _split_problems(options: PlanRLOptions, size: int) -> list[str]:
     """Return the problems of the accelerators that only generate, of `size`."""
     number = options.generate_on
     if number is not None and not 0 <= number < size:

@@ -14,10 +14,10 @@ from shardwright.cli.common import (
     error_console,
     flag,
     option,
+    output_problems,
     reading_verb,
     show,
-    wrong_place,
-    wrong_sizes,
+    size_problems,
 )
 from shardwright.system.errors import InputError, nearest
 
@@ -124,7 +124,7 @@ def read_task(options: PlanServeOptions) -> "tuple[ServingTask, str]":
     from shardwright.serving.search import ServingTask, Speculation
     from shardwright.serving.setting import Serving
 
-    problems = _wrong_numbers(options)
+    problems = _number_problems(options)
     ttft_s, tpot_s = (
         _read(problems, "--ttft", options.ttft, _SECONDS),
         _read(problems, "--tpot", options.tpot, _SECONDS),
@@ -145,7 +145,7 @@ def read_task(options: PlanServeOptions) -> "tuple[ServingTask, str]":
     precisions = {of_weights: precision} | ({"--kv-precision": kv} if options.kv_precision else {})
     way_out = "" if options.precision else f"; give --precision {narrow} to plan for weights converted to {narrow}"
     problems += [
-        problem + way_out * problem.startswith(of_weights) for problem in _wrong_precisions(precisions, machine)
+        problem + way_out * problem.startswith(of_weights) for problem in _precision_problems(precisions, machine)
     ]
     if engine is GENERATE and options.separate:
         problems.append("--separate: generate reads prompts and decodes on the same ranks; leave it out")
@@ -235,7 +235,7 @@ def _model(options: PlanServeOptions, problems: list[str]) -> "tuple[str, ModelS
     if options.model is not None and options.run is not None:
         problems.append(f"--model {options.model} and {options.run}: both name a model; leave one out")
     try:
-        name, model = _of_run(given) if isinstance(given, Path) else find_model(given, options.input_len, named)
+        name, model = _run_model(given) if isinstance(given, Path) else find_model(given, options.input_len, named)
     except InputError as error:
         problems += error.problems
         return str(given), None
@@ -244,7 +244,7 @@ def _model(options: PlanServeOptions, problems: list[str]) -> "tuple[str, ModelS
     return name, model
 
 
-def _of_run(path: Path) -> "tuple[str, ModelSpec]":
+def _run_model(path: Path) -> "tuple[str, ModelSpec]":
     """Return the model of a run file or of a run folder, named by its path."""
     from shardwright.config import load, load_kept
     from shardwright.runs.folder import RUN_FILE
@@ -256,7 +256,7 @@ def _of_run(path: Path) -> "tuple[str, ModelSpec]":
     return str(path), (load_kept(path) if path.is_dir() else load(file)).spec()
 
 
-def _wrong_precisions(precisions: dict[str, str], machine: "Cluster | None") -> list[str]:
+def _precision_problems(precisions: dict[str, str], machine: "Cluster | None") -> list[str]:
     """Return the problems of `precisions`, name -> precision."""
     from shardwright.serving.formats import CACHE_BYTES, FORMATS, caches_on, weights_on
 
@@ -274,14 +274,14 @@ def _wrong_precisions(precisions: dict[str, str], machine: "Cluster | None") -> 
     return problems
 
 
-def _wrong_numbers(options: PlanServeOptions) -> list[str]:
+def _number_problems(options: PlanServeOptions) -> list[str]:
     sizes = {
         "--input-len": options.input_len,
         "--output-len": options.output_len,
         "--concurrency": options.concurrency,
         "--top": options.top,
     }
-    problems = wrong_sizes(sizes, needed=("--input-len", "--output-len"))
+    problems = size_problems(sizes, needed=("--input-len", "--output-len"))
     if options.concurrency is not None and options.rate is not None:
         problems.append("--concurrency and --rate both say how many requests there are; leave one out")
     if options.draft_tokens < 0:
@@ -298,7 +298,7 @@ def _wrong_numbers(options: PlanServeOptions) -> list[str]:
         problems.append(f"--price {options.price:g}: a price above 0 is needed")
     if options.explain is not None and options.html is not None:
         problems.append("--html shows what a search finds, and --explain searches nothing; leave one out")
-    return problems + wrong_place("--html", options.html, {".html": "valid: a file named"})
+    return problems + output_problems("--html", options.html, {".html": "valid: a file named"})
 
 
 def _read(

@@ -95,16 +95,16 @@ def _check_places(*paths: Path) -> None:
         raise InputError(*problems)
 
 
-def _place_of_timeline(run: RunRecord, asked: Path | None) -> Path | None:
+def _place_of_timeline(run: RunRecord, requested: Path | None) -> Path | None:
     """Return the path of the pipeline's timeline, or None if there is no timeline. Raises InputError if a timeline is
     requested and there is none, and for a suffix that is neither a picture's nor a trace's."""
     if run.pipeline is not None:
-        place = asked or run.folder / TIMELINE
+        place = requested or run.folder / TIMELINE
         if place.suffix.lower() not in (".svg", ".json"):
             raise InputError(f"--timeline {place}: a picture is named *.svg, a trace *.json")
         return place
-    if asked is not None:
+    if requested is not None:
         pp = run.config.layout.layout().pp
         why = "layout.pp is 1" if pp == 1 else f"no step has been recorded by all {pp} ranks of the pipeline yet"
-        raise InputError(f"--timeline {asked}: {run.folder} has no timeline, as {why}; leave it out")
+        raise InputError(f"--timeline {requested}: {run.folder} has no timeline, as {why}; leave it out")
     return None

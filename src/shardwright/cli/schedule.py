@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright.cli.common import AsJson, option, reading_verb, show, wrong_place, wrong_sizes
+from shardwright.cli.common import AsJson, option, output_problems, reading_verb, show, size_problems
 from shardwright.cli.schedule_view import schedule_view, schedules_view
 from shardwright.schedule.actions import Schedule
 from shardwright.schedule.build import build, compare
@@ -101,8 +101,8 @@ def _check(options: ScheduleOptions) -> Times:
     """Return the times of the actions. Raises InputError for options that are missing, are not valid together, or name
     a path that cannot be written."""
     problems = []
-    asked = {"--schedule": options.name, "--compare": options.compare_all or None, "--read": options.read}
-    given = [option for option, value in asked.items() if value is not None]
+    choices = {"--schedule": options.name, "--compare": options.compare_all or None, "--read": options.read}
+    given = [option for option, value in choices.items() if value is not None]
     if len(given) != 1:
         problems.append(
             f"{' and '.join(given) or 'no schedule'} given; give one of --schedule NAME, --compare, --read FILE.csv"
@@ -111,7 +111,7 @@ def _check(options: ScheduleOptions) -> Times:
     if options.read is not None:
         problems += [f"{option} goes with --schedule; --read finds it in the file" for option, n in sizes.items() if n]
     needed = ("--pp", "--microbatches") if options.read is None else ()
-    problems += wrong_sizes({**sizes, "--limit": options.limit}, needed)
+    problems += size_problems({**sizes, "--limit": options.limit}, needed)
     if options.limit is not None and options.name in names() and not find(options.name).searched:
         searched = ", ".join(name for name in names() if find(name).searched)
         problems.append(
@@ -131,8 +131,8 @@ def _check(options: ScheduleOptions) -> Times:
         problems.append("--sort goes with --compare, which has a row for each schedule; leave it out")
     if options.compare_all and options.csv is not None:
         problems.append("--csv holds one schedule and --compare shows all; name one with --schedule")
-    problems += wrong_place("--draw", options.drawing, {".svg": "a picture is named", ".json": "a trace"})
-    problems += wrong_place("--csv", options.csv) + wrong_place(
+    problems += output_problems("--draw", options.drawing, {".svg": "a picture is named", ".json": "a trace"})
+    problems += output_problems("--csv", options.csv) + output_problems(
         "--html", options.html, {".html": "valid: a file named"}
     )
     with collecting(problems):

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.text import Text
 
-from shardwright.schedule.build import count_messages, parameters_held
+from shardwright.schedule.build import count_messages, resident_parameters
 from shardwright.schedule.draw import ScheduleTimeline, ink_on, planned, shades, svg
 from shardwright.schedule.simulate import Simulation
 from shardwright.schedule.validate import problems
@@ -59,7 +59,7 @@ def schedule_view(simulation: Simulation, kept_for_weight: float) -> VerbDocumen
             f"{_bubble_words(simulation)}; makespan {simulation.makespan:.4g}, "
             f"work of the busiest rank {max(simulation.work):.4g}"
         ),
-        Note(f"{count_messages(schedule)} messages; parameters held: {parameters_held(schedule):g}x"),
+        Note(f"{count_messages(schedule)} messages; parameters held: {resident_parameters(schedule):g}x"),
     ]
     if schedule.splits_backward:
         parts.append(Note(_memory_words(kept_for_weight)))
@@ -91,7 +91,7 @@ def _comparison(simulations: Sequence[Simulation], kept_for_weight: float) -> It
             simulation.makespan,
             max(simulation.peak_in_flight_shares),
             max(simulation.peak_memory_shares(kept_for_weight)),
-            f"{parameters_held(simulation.schedule):g}x",
+            f"{resident_parameters(simulation.schedule):g}x",
             count_messages(simulation.schedule),
         )
         for simulation in simulations
@@ -161,7 +161,7 @@ def _data(simulation: Simulation, kept_for_weight: float) -> dict[str, Any]:
         "kept_for_weight": kept_for_weight,
         "peak_memory": simulation.peak_memory(kept_for_weight),
         "peak_memory_shares": simulation.peak_memory_shares(kept_for_weight),
-        "parameters_held": parameters_held(schedule),
+        "resident_parameters": resident_parameters(schedule),
         "messages": count_messages(schedule),
         "problems": problems(schedule),
         "stages": [schedule.stages_of(rank) for rank in range(schedule.n_ranks)],

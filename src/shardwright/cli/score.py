@@ -10,16 +10,16 @@ from shardwright.cli.common import (
     Device,
     ModelArgument,
     argument,
+    device_problems,
     filled,
     flag,
     json_records,
     layout_of,
     option,
+    output_problems,
     reading_verb,
     show,
-    wrong_device,
-    wrong_place,
-    wrong_sizes,
+    size_problems,
 )
 from shardwright.cli.generate import BATCH_INVARIANT, EXPERT_FILES, LAYOUT_KEYS, RECORD_EXPERTS
 from shardwright.system.errors import InputError, collecting
@@ -66,10 +66,10 @@ def score(options: ScoreOptions) -> None:
     from shardwright.generation.agreement import agreement_view
     from shardwright.generation.texts import TextScoreRequest, compare_texts, score_texts, scores_view
 
-    problems = wrong_sizes({"--batch-size": options.batch_size}) + wrong_device(options.device)
+    problems = size_problems({"--batch-size": options.batch_size}) + device_problems(options.device)
     with collecting(problems):
         layout = layout_of(options.layout, LAYOUT_KEYS)
-    problems += wrong_place("--record-experts", options.record_experts, EXPERT_FILES)
+    problems += output_problems("--record-experts", options.record_experts, EXPERT_FILES)
     if options.check and (options.record_experts or options.replay_experts):
         problems.append("--check compares choices of the routers; leave out --record-experts and --replay-experts")
     if options.replay_experts is not None:

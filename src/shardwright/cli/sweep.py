@@ -16,11 +16,11 @@ from shardwright.cli.common import (
     fail,
     filled,
     option,
+    output_problems,
     print_text,
     reading_verb,
     show,
-    wrong_place,
-    wrong_sizes,
+    size_problems,
 )
 from shardwright.system.errors import InputError, ShardwrightError, WorkerError
 
@@ -68,12 +68,12 @@ def sweep(options: SweepOptions) -> None:
     from shardwright.training.sweep import best_by_flops, fit_power_law, parse_grid, sweep_runs
     from shardwright.training.sweep_view import sweep_document, sweep_svg
 
-    problems = wrong_place("--draw", options.draw, {".svg": "a picture is named"})
-    problems += wrong_place("--html", options.html, {".html": "a page is named"})
+    problems = output_problems("--draw", options.draw, {".svg": "a picture is named"})
+    problems += output_problems("--html", options.html, {".html": "a page is named"})
     problems += ["--out is missing; give a folder for the runs"] * (options.out is None)
     problems += [] if options.out is None or (at_url := problem_above(options.out)) is None else [f"--out {at_url}"]
     problems += [f"--on {options.on}: valid: slurm, whose jobs have arrays"] * (options.on not in (None, "slurm"))
-    problems += wrong_sizes({"--per-node": options.per_node, "--cpus": options.cpus})
+    problems += size_problems({"--per-node": options.per_node, "--cpus": options.cpus})
     if problems or options.out is None:
         raise InputError(*problems)
     runs = sweep_runs(options.run, options.overrides or (), parse_grid(options.grid or ()), options.out)

@@ -17,11 +17,11 @@ from shardwright.cli.common import (
     filled,
     flag,
     option,
+    output_problems,
     print_text,
     progress,
     reading_verb,
     show,
-    wrong_place,
 )
 from shardwright.cli.plan_from import run_reader
 from shardwright.cli.plan_options import FromOptions
@@ -140,7 +140,7 @@ def verify(options: VerifyOptions) -> None:
     timeout_s = options.timeout_s or (DAY_S if options.full else TIMEOUT_S)
     with Verifier(timeout_s=timeout_s) as verifier:
         if options.matrix is not None:
-            _matrix(verifier, _of_matrix(configs[0], options.matrix, options), options)
+            _matrix(verifier, _matrix_cases(configs[0], options.matrix, options), options)
         elif _is_too_large(configs, options):
             _reduced(verifier, _settled(configs[0]), options)
         else:
@@ -183,7 +183,7 @@ def _reduced(verifier: "Verifier", config: "RunConfig", options: VerifyOptions) 
     _matrix(verifier, pairs, options)
 
 
-def _of_matrix(config: "RunConfig", world_size: int, options: VerifyOptions) -> "list[tuple[Case, Layout]]":
+def _matrix_cases(config: "RunConfig", world_size: int, options: VerifyOptions) -> "list[tuple[Case, Layout]]":
     """Return the case to train and the layout, for each layout of `world_size` ranks."""
     from shardwright.model.number_formats import replica_problems
     from shardwright.verification.cut_case import cut_each
@@ -261,7 +261,7 @@ def _configs(options: VerifyOptions) -> "list[RunConfig]":
     from shardwright.config import flat
 
     overrides, overrides_b = options.overrides or [], options.overrides_b
-    problems = wrong_place("--html", options.html, {".html": "valid: a file named"})
+    problems = output_problems("--html", options.html, {".html": "valid: a file named"})
     if options.against != "single":
         problems.append(
             f"--against {options.against}: valid is single; to compare with another layout use --set-b KEY=VALUE"
@@ -318,7 +318,7 @@ def _trainer(trainer: str, options: VerifyOptions) -> None:
 
 def _check_options_of_trainer(options: VerifyOptions) -> None:
     """Raise InputError for options that cannot be combined with --trainer."""
-    problems = wrong_place("--html", options.html, {".html": "valid: a file named"})
+    problems = output_problems("--html", options.html, {".html": "valid: a file named"})
     if options.dtype not in ("float64", "float32"):
         problems.append(f"--dtype {options.dtype}: a trainer is compared in its own matmuls; valid: float64, float32")
     given = {

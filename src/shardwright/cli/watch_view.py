@@ -185,13 +185,13 @@ def _slowest(last: TrainRecord) -> str:
 
 
 def _checkpoints(run: FollowedRun) -> Iterator[Part]:
-    there, saved = run.checkpoints, [record for record in run.others if isinstance(record, CheckpointRecord)]
+    folders, saved = run.checkpoints, [record for record in run.others if isinstance(record, CheckpointRecord)]
     # A run that is done has deleted its local checkpoints; a run that was killed continues from them.
     local = [] if run.is_done else [record for record in saved if record.local]
-    if not there and not local:
+    if not folders and not local:
         return
     records = {record.step: record for record in saved if not record.local}
-    rows = [(path.name, *_costs(records.get(step_of(path)))) for path in there[-CHECKPOINTS_SHOWN:]]
+    rows = [(path.name, *_costs(records.get(step_of(path)))) for path in folders[-CHECKPOINTS_SHOWN:]]
     rows += [(f"{checkpoint_name(record.step)}, local", *_costs(record)) for record in local[-LOCAL_SHOWN:]]
     rest = ""
     if len(local) > LOCAL_SHOWN:

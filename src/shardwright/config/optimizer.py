@@ -15,12 +15,12 @@ from shardwright.system.synonyms import called_here
 Factor = Annotated[float, Field(ge=0)]
 
 
-def _by_kind(name: str, doc: str, of: str) -> Any:
+def _by_kind(name: str, doc: str, quantity: str) -> Any:
     """Return a section with an optional number for each kind of trained parameter (`model.modules`)."""
     kinds = [kind for kind in get_args(Kind) if kind != "balance"]
     says = {"matrix": "hidden matrices but experts"}
     fields: dict[str, Any] = {
-        kind: (Factor | None, Field(None, description=f"{of} of {says.get(kind, f'parameters of kind {kind}')}"))
+        kind: (Factor | None, Field(None, description=f"{quantity} of {says.get(kind, f'parameters of kind {kind}')}"))
         for kind in kinds
     }
     return create_model(name, __base__=RunFileSection, __doc__=doc, **fields)

@@ -85,7 +85,7 @@ class PrecisionSection(RunFileSection):
         return "tf32" if self.tf32 and self.compute == "fp32" else self.compute
 
     @model_validator(mode="after")
-    def _of_fp8(self) -> "PrecisionSection":
+    def _fp8_is_possible(self) -> "PrecisionSection":
         if self.fp8 == "none" and (self.fp8_skip_layers or self.fp8_weight_gradient is not None or self.fp8_experts):
             raise BrokenRules(
                 "precision.fp8_skip_layers, precision.fp8_weight_gradient and precision.fp8_experts go with "
@@ -99,7 +99,7 @@ class PrecisionSection(RunFileSection):
         return self
 
     @model_validator(mode="after")
-    def _of_fp16(self) -> "PrecisionSection":
+    def _fp16_is_possible(self) -> "PrecisionSection":
         if problems := list(self._loss_scale_problems()):
             raise BrokenRules(*problems)
         return self
@@ -109,9 +109,9 @@ class PrecisionSection(RunFileSection):
         defaults = {name: type(self).model_fields[name].default for name in _SCALE_KEYS}
         given = [name for name in _SCALE_KEYS if getattr(self, name) != defaults[name]]
         if given and self.compute != "fp16":
-            said = ", ".join(f"precision.{name}={getattr(self, name):g}" for name in given)
+            settings = ", ".join(f"precision.{name}={getattr(self, name):g}" for name in given)
             return [
-                f"{said} with precision.compute={self.compute!r}: only fp16 has a loss scale, since its smallest "
+                f"{settings} with precision.compute={self.compute!r}: only fp16 has a loss scale, since its smallest "
                 f"number is 6e-8 where fp32 and bf16 go down to 1e-38; leave it out, or set precision.compute='fp16'"
             ]
         problems = []

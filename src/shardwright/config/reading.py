@@ -225,7 +225,7 @@ def _sentence(entry: Any) -> str:
     if entry["type"] == "extra_forbidden":
         inner = entry["input"] if isinstance(entry["input"], dict) and len(path) == 1 else {}
         known = {name: called_here(name) for name in inner}
-        names = [f"{name} is {' or '.join(here)} here" for name, here in known.items() if here]
+        names = [f"{name} is {' or '.join(terms)} here" for name, terms in known.items() if terms]
         return "; ".join([f"{key}: there is no such key", _meant(path), *names])
     if entry["type"] == "missing":
         field = _owner(path).model_fields[path[-1]]
@@ -238,11 +238,11 @@ def _sentence(entry: Any) -> str:
     if entry["type"] in ("tuple_type", "list_type"):
         as_list = f"; write {path[-1]} = [{given}]" if isinstance(entry["input"], str | int | float) else ""
         return f"{key}={given}: a list is needed{as_list}"
-    said = f"{key}={given}: {entry['msg'][0].lower() + entry['msg'][1:]}"
+    text = f"{key}={given}: {entry['msg'][0].lower() + entry['msg'][1:]}"
     if entry["type"] == "literal_error":
         hint = nearest(str(entry["input"]), re.findall(r"'([^']*)'", entry["ctx"]["expected"]))
-        return f"{said}; {hint}" if not hint.startswith("valid") else said
-    return said
+        return f"{text}; {hint}" if not hint.startswith("valid") else text
+    return text
 
 
 def _meant(path: Sequence[str]) -> str:

@@ -130,8 +130,8 @@ class ModelSection(_ModelOverrides):
             raise ConfigError(*problems)
         return wanted
 
-    def _changed(self, base: ModelSpec, of: str) -> ModelSpec:
-        """Return a model with the changes of this section; `of` names the model in errors."""
+    def _changed(self, base: ModelSpec, origin: str) -> ModelSpec:
+        """Return a model with the changes of this section; `origin` names the model in errors."""
         given = self.model_fields_set - {"preset", "from"}
         changes = {k: v for k in given if (v := getattr(self, k)) is not None}
         problems: list[str] = []
@@ -144,7 +144,7 @@ class ModelSection(_ModelOverrides):
             required = [f for f in dataclasses.fields(MODEL_TABLES[name]) if f.default is dataclasses.MISSING]
             missing = [field for field in required if field.name not in inner]
             problems += [
-                f"model.{name}.{field.name}: missing, and {of} has no {name} to take it from; "
+                f"model.{name}.{field.name}: missing, and {origin} has no {name} to take it from; "
                 f"it is {field.metadata['help'][0].lower()}{field.metadata['help'][1:].rstrip('.')}"
                 for field in missing
             ]
@@ -166,16 +166,18 @@ def table_of(spec: ModelSpec) -> dict[str, Any]:
     return {name: value for name, value in spec_as_json(spec).items() if value is not None}
 
 
-def contradictions(saved: ModelSpec, wanted: ModelSpec, of: str) -> list[str]:
-    """Return the reasons why weights of the model `saved` do not fit `wanted`, one sentence each; `of` names `saved`.
+def contradictions(saved: ModelSpec, wanted: ModelSpec, origin: str) -> list[str]:
+    """Return the reasons why weights of the model `saved` do not fit `wanted`, one sentence each.
+
+    `origin` names `saved`.
 
     Longer sequences, another base or scaling of the rotary frequencies, and settings that only training uses may
     differ.
     """
     free = ("rope_theta", "rope_scaling", *(() if saved.positions == "learned" else ("max_seq_len",)))
     return [
-        f"model.{key}={there!r} contradicts {of}, which has {here!r}; leave it out, or set model.from"
-        for key, here, there in differences(saved, wanted, free)
+        f"model.{key}={given!r} contradicts {origin}, which has {stored!r}; leave it out, or set model.from"
+        for key, stored, given in differences(saved, wanted, free)
     ]
 
 

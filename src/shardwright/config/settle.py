@@ -32,14 +32,14 @@ def settled(config: RunConfig, memory_bytes: float, margin: float = MARGIN) -> t
             f"layout.recompute={AUTO!r} goes by the memory formulas of the plan, which has none for "
             f"precision.compute='fp64'; set recompute to none, selective or full"
         )
-    layout, fullest = config.layout.layout(), of_fullest_stage(config)
+    layout, fullest = config.layout.layout(), fullest_stage_config(config)
     limit = (1 - margin) * (memory_bytes if config.memory_gib is None else config.memory_gib * GiB)
     chosen = least_recomputation(job_of(fullest), layout, fullest.batch.micro_batch, limit)
     recomputation = {name: getattr(chosen.layout, name) for name in ("recompute", "recompute_layers")}
     return with_recomputation(config, **recomputation), str(chosen)
 
 
-def of_fullest_stage(config: RunConfig) -> RunConfig:
+def fullest_stage_config(config: RunConfig) -> RunConfig:
     """Return the configuration of a run that has, in every step, the batch of the stage that needs most memory: by the
     formulas of the plan, or for precision.compute='fp64' by the tokens of a micro-batch; the last of several."""
     from shardwright.planner.recomputation import peak_bytes

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwright.conversion.pickled import InertObject, check_sums, load_checked
 from shardwright.conversion.schema import DcpChunk, DcpIndex, DcpMetadata, DcpPlace, DcpTensor, checked
-from shardwright.hugging_face.files import said_shortly
+from shardwright.hugging_face.files import shortened
 from shardwright.system.errors import CheckpointError, DamagedError
 from shardwright.system.files import inside, open_regular, read_bytes
 from shardwright.system.torch_private import bytes_in_dcp_file
@@ -158,10 +158,10 @@ def read_dcp(path: Path, more_classes: Mapping[str, Sequence[str]] | None = None
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle raises errors of any type
-        said = f" ({str(error)[:200]})" if str(error) else ""
-        raise DamagedError(f"{path / METADATA} is damaged: it is no whole pickle of PyTorch's{said}") from None
+        reason = f" ({str(error)[:200]})" if str(error) else ""
+        raise DamagedError(f"{path / METADATA} is damaged: it is no whole pickle of PyTorch's{reason}") from None
     if problems := list(_missing(folder)):
-        raise DamagedError(*said_shortly(problems))
+        raise DamagedError(*shortened(problems))
     return folder
 
 
@@ -186,8 +186,8 @@ def _folder_of(path: Path, metadata: Any) -> DcpFolder:
                 raise DamagedError(f"{where} is damaged: it has no bytes for {name}")
             continue
         tensor, shards = checked(DcpTensor, entry, f"{where}: {name}"), []
-        for each in tensor.chunks:
-            chunk = checked(DcpChunk, each, f"{where}: {name}")
+        for stored_chunk in tensor.chunks:
+            chunk = checked(DcpChunk, stored_chunk, f"{where}: {name}")
             if (name, chunk.offsets) not in places:
                 raise DamagedError(f"{where} is damaged: it has no bytes for the chunk of {name} at {[*chunk.offsets]}")
             shards.append(ShardRecord(chunk.offsets, chunk.sizes, places[name, chunk.offsets].file, ""))

@@ -23,7 +23,7 @@ from shardwright.conversion.names import NAMINGS, TORCHTITAN, TRANSFORMERS, name
 from shardwright.conversion.schema import AdamWGroup, Counted, ParameterNames, check_finite, checked
 from shardwright.conversion.state import MOMENTS, STEP, AdamWSettings, TrainingState, trained_parameters
 from shardwright.hugging_face.architecture import architecture_of
-from shardwright.hugging_face.files import CONFIG, said_shortly
+from shardwright.hugging_face.files import CONFIG, shortened
 from shardwright.hugging_face.reader import MappedTensors, Spans
 from shardwright.hugging_face.table import FileTensor
 from shardwright.hugging_face.writer import tensor_of_file
@@ -106,8 +106,8 @@ class TrainerWeights(MappedTensors):
             elif not getattr(torch, stored.dtype).is_floating_point:
                 problems.append(f"{name} has the type {stored.dtype}; supported: floating point")
         if problems:
-            raise CheckpointError(*(f"{folder.path}: {problem}" for problem in said_shortly(problems)))
-        dtypes = {each.name: shards.dtypes[place.format(each.name)] for each in tensors}
+            raise CheckpointError(*(f"{folder.path}: {problem}" for problem in shortened(problems)))
+        dtypes = {tensor.name: shards.dtypes[place.format(tensor.name)] for tensor in tensors}
         super().__init__(spec, tensors, dtypes, self._slice)
 
     def _slice(self, name: str, spans: Spans) -> Tensor:
@@ -141,17 +141,17 @@ def state_of_folder(
     shards = ShardedTensors(folder.tensors, folder.read_shard)
     weights = TrainerWeights(folder, shards, spec, tensors, prefix + "{}")
     names = folder.names
-    optimizer = next((each for each in _OPTIMIZERS if any(name.startswith(f"{each}state.") for name in names)), None)
+    optimizer = next((key for key in _OPTIMIZERS if any(name.startswith(f"{key}state.") for name in names)), None)
     outside = (*_NOT_TENSORS, *([] if optimizer is None else [optimizer]))
     known = {prefix + tensor.name for tensor in tensors}
     problems = [f"{name} is not a tensor of this model" for name in names if name not in known]
-    problems = list(dict.fromkeys(each for each in problems if not each.startswith(outside)))
+    problems = list(dict.fromkeys(problem for problem in problems if not problem.startswith(outside)))
     trained = set(trained_parameters(spec))
     updated = [tensor for tensor in tensors if trained.issuperset(part.name for part in tensor.parts)]
     if optimizer is not None:
         problems += _unknown_states(names, f"{optimizer}state.", updated)
     if problems:
-        raise CheckpointError(*(f"{path}: {problem}" for problem in said_shortly(problems)))
+        raise CheckpointError(*(f"{path}: {problem}" for problem in shortened(problems)))
     data = {"dataloader": "the data position of torchtitan is in a form of its own"}
     state = TrainingState(
         format=format or ("dcp" if naming == TRANSFORMERS else TORCHTITAN),
@@ -185,7 +185,7 @@ def _naming(folder: TensorFolder, spec: ModelSpec, namings: Sequence[str]) -> tu
             continue
         for prefix in _PREFIXES:
             fits = sum(prefix + tensor.name in folder.tensors for tensor in tensors)
-            best = max(best, (fits, prefix, naming, tensors), key=lambda each: each[0])
+            best = max(best, (fits, prefix, naming, tensors), key=lambda candidate: candidate[0])
     if not best[0]:
         some = ", ".join(sorted(folder.tensors)[:3]) or "no tensors"
         raise CheckpointError(

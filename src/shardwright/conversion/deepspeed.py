@@ -39,7 +39,7 @@ from shardwright.conversion.schema import (
 )
 from shardwright.conversion.state import MOMENTS, STEP, TrainingState
 from shardwright.hugging_face.architecture import architecture_of
-from shardwright.hugging_face.files import CONFIG, said_shortly
+from shardwright.hugging_face.files import CONFIG, shortened
 from shardwright.hugging_face.writer import tensor_of_file
 from shardwright.system.errors import CheckpointError, DamagedError
 from shardwright.system.files import inside, open_regular
@@ -71,12 +71,12 @@ def step_folder(path: Path) -> Path | None:
             with open_regular(inside(path, name, DamagedError)) as file:
                 tags[name] = file.read(1000).decode("utf-8", "replace").strip()
     if len({_number_of(tag) for tag in tags.values()}) > 1:
-        said = ", and ".join(f"{name} says {tag!r}" for name, tag in tags.items())
-        raise CheckpointError(f"{path}: {said}, which are different steps; name one of these folders")
+        statements = ", and ".join(f"{name} says {tag!r}" for name, tag in tags.items())
+        raise CheckpointError(f"{path}: {statements}, which are different steps; name one of these folders")
     if tags:
         path = inside(path, next(iter(tags.values())), DamagedError)
-    there = any(any(path.glob(pattern)) for pattern in (f"*{_PARTS}", f"*{_SHAPES}"))
-    return path if there or (path / _WHOLE).is_dir() else None
+    has_parts = any(any(path.glob(pattern)) for pattern in (f"*{_PARTS}", f"*{_SHAPES}"))
+    return path if has_parts or (path / _WHOLE).is_dir() else None
 
 
 def _number_of(tag: str) -> str:
@@ -114,9 +114,9 @@ class DeepSpeedFolder(WholeTensors):
 
     def _record(self, name: str) -> TensorRecord:
         shape, parts = self._shapes[name], self._parts[name]
-        held, needed = sum(part.numel() for part in parts), math.prod(shape)
-        if held < needed or held >= needed + (max(1, len(parts)) if self._padded else 1):
-            raise DamagedError(f"{self.path}: {name} has {held:,} elements, and its shape {[*shape]} needs {needed:,}")
+        total, needed = sum(part.numel() for part in parts), math.prod(shape)
+        if total < needed or total >= needed + (max(1, len(parts)) if self._padded else 1):
+            raise DamagedError(f"{self.path}: {name} has {total:,} elements, and its shape {[*shape]} needs {needed:,}")
         if len(dtypes := {part.dtype for part in parts}) > 1:
             raise DamagedError(f"{self.path}: parts of {name} have the types {', '.join(map(name_of, dtypes))}")
         shard = ShardRecord((0,) * len(shape), shape, name, "")
@@ -124,7 +124,7 @@ class DeepSpeedFolder(WholeTensors):
 
     def _read(self) -> None:
         models = sorted(self.path.glob(f"*{_SHAPES}"))
-        if others := [each.name for each in models if "mp_rank_00_" not in each.name]:
+        if others := [path.name for path in models if "mp_rank_00_" not in path.name]:
             raise CheckpointError(
                 f"{self.path} has {others[0]}: DeepSpeed wrote it with tensor or pipeline parallelism; supported: ZeRO "
                 f"over data-parallel ranks, and universal checkpoints"
@@ -152,15 +152,15 @@ class DeepSpeedFolder(WholeTensors):
 
     def _rank_files(self, n_ranks: int) -> list[Path]:
         """Return the file of each rank. Raises DamagedError if one is missing, or if there are more."""
-        there = {path.name.removeprefix("bf16_"): path for path in sorted(self.path.glob(f"*{_PARTS}"))}
+        by_name = {path.name.removeprefix("bf16_"): path for path in sorted(self.path.glob(f"*{_PARTS}"))}
         paths = []
         for rank in range(n_ranks):
             name = _PARTS.replace("*", str(rank), 1).replace("*", "00")
-            if name not in there or not there[name].is_file():
+            if name not in by_name or not by_name[name].is_file():
                 raise DamagedError(f"{self.path / name} is missing: copy the files of all {n_ranks} ranks")
-            paths.append(there.pop(name))
-        if there:
-            raise DamagedError(f"{min(there.values())} is of another run: dp_world_size={n_ranks}; remove the file")
+            paths.append(by_name.pop(name))
+        if by_name:
+            raise DamagedError(f"{min(by_name.values())} is of another run: dp_world_size={n_ranks}; remove the file")
         return paths
 
     def _read_parts(self, model: ZeroModelFile) -> None:
@@ -189,7 +189,7 @@ class DeepSpeedFolder(WholeTensors):
                 partition = checked(ZeroPartition, content.optimizer_state_dict, where)
                 base, weights = partition.base_optimizer_state, partition.single_partition_of_fp32_groups
                 slices = [
-                    [(name, each.start, each.numel) for name, each in group.items()]
+                    [(name, part.start, part.numel) for name, part in group.items()]
                     for group in partition.param_slice_mappings
                 ]
             if not len(weights) == len(slices) == len(model.param_shapes):
@@ -197,7 +197,7 @@ class DeepSpeedFolder(WholeTensors):
                     f"{path}: it has {len(weights)} flat tensors and {len(slices)} tables of their parts, and "
                     f"{len(model.param_shapes)} of each are needed"
                 )
-            settings[path] = [each.model_dump(exclude={"params"}) for each in base.param_groups]
+            settings[path] = [group.model_dump(exclude={"params"}) for group in base.param_groups]
             for number, group in enumerate(model.param_shapes):
                 state = dict(base.state.get(number, {}))
                 of_group = _settings_of(base, number, path)
@@ -210,8 +210,8 @@ class DeepSpeedFolder(WholeTensors):
                 self._cut(group, {_WEIGHT: weights[number]} | state, slices[number], path)
         equal_on_all(stages, "zero_stage")
         if len(steps) > 1:
-            said = ", ".join(f"{path.name}: {step}" for step, path in sorted(steps.items()))
-            raise CheckpointError(f"{self.path}: its parts are of different steps ({said}); copy all files of one step")
+            text = ", ".join(f"{path.name}: {step}" for step, path in sorted(steps.items()))
+            raise CheckpointError(f"{self.path}: its parts are of different steps ({text}); copy all files of one step")
         equal_on_all(settings, "settings of AdamW")
 
     def _cut(
@@ -252,7 +252,7 @@ class DeepSpeedFolder(WholeTensors):
             settings = _settings_of(base, number, path)
             for name, shape in group.items():
                 folder = inside(whole, name, DamagedError)
-                kinds = sorted({each.stem for each in folder.glob("*.pt")} | {_WEIGHT, *MOMENTS})
+                kinds = sorted({entry.stem for entry in folder.glob("*.pt")} | {_WEIGHT, *MOMENTS})
                 content = {kind: _load(folder / f"{kind}.pt") for kind in kinds}
                 step = content.pop(STEP, base.state.get(0, {}).get(STEP, settings.step))
                 counted = checked(Counted, {"value": step}, folder / f"{STEP}.pt").value
@@ -267,7 +267,7 @@ class DeepSpeedFolder(WholeTensors):
                     self._add(name, kind, shape, values, file)
                 self._add_settings({name: shape}, settings, counted, model.ds_config, path)
         known = {name for group in model.param_shapes for name in group}
-        if more := {each.name for each in whole.iterdir() if each.is_dir()} - known:
+        if more := {entry.name for entry in whole.iterdir() if entry.is_dir()} - known:
             raise DamagedError(f"{whole / min(more)} is no parameter of the groups in {self.path.name}")
 
     def _add(self, name: str, kind: str, shape: tuple[int, ...], part: Tensor, file: Path) -> None:
@@ -295,7 +295,7 @@ class DeepSpeedFolder(WholeTensors):
 
 def _settings_of(base: ZeroOptimizer, number: int, path: Path) -> ZeroGroup:
     """Return the settings of a flat tensor."""
-    fitting = [each for each in base.param_groups if number in each.params]
+    fitting = [group for group in base.param_groups if number in group.params]
     if len(fitting) != 1:
         raise DamagedError(f"{path}: {len(fitting)} entries of param_groups have the number {number}; 1 is needed")
     return fitting[0]
@@ -314,8 +314,8 @@ def write_universal_state(state: TrainingState, out: Path) -> list[str]:
     """Write a training state as a universal checkpoint, with one tensor in memory at a time. Return remarks. Raises
     CheckpointError with every reason why DeepSpeed has no place for it."""
     tensors = named_tensors_of(TRANSFORMERS, state.spec)
-    if problems := [*_misfits(state, [part.name for each in tensors for part in each.parts])]:
-        raise CheckpointError(*(f"{state.weights.path}: {problem}" for problem in said_shortly(problems)))
+    if problems := [*_misfits(state, [part.name for tensor in tensors for part in tensor.parts])]:
+        raise CheckpointError(*(f"{state.weights.path}: {problem}" for problem in shortened(problems)))
     settings = {tensor.name: state.settings[tensor.parts[0].name] for tensor in tensors}
     groups = list(dict.fromkeys(settings.values()))
     step, tag = float(state.step or 0), f"global_step{state.step}"
@@ -330,7 +330,7 @@ def write_universal_state(state: TrainingState, out: Path) -> list[str]:
     base = {"state": {0: {STEP: torch.tensor(step)}}, "param_groups": written}
     optimizer = {"param_groups": written, "optimizer_state_dict": base, "ds_version": VERSION}
     (out / tag / _WHOLE / "optimizer_state.pt").write_bytes(file_of(optimizer))
-    shapes = [{each.name: torch.Size(each.shape) for each in tensors if settings[each.name] == g} for g in groups]
+    shapes = [{entry.name: torch.Size(entry.shape) for entry in tensors if settings[entry.name] == g} for g in groups]
     model: dict[str, Any] = {
         "module": {},
         "param_shapes": shapes,
@@ -364,6 +364,6 @@ def _misfits(state: TrainingState, names: Sequence[str]) -> Iterator[str]:
         return
     if others := [name for name in names if name not in state.settings]:
         yield f"{others[0]} has no state of the optimizer, and a universal checkpoint has only trained parameters"
-    for kind, each in ({"the weights": state.weights} | dict(state.moments)).items():
-        if types := sorted(set(each.dtypes.values()) - {"float32"}):
+    for kind, values in ({"the weights": state.weights} | dict(state.moments)).items():
+        if types := sorted(set(values.dtypes.values()) - {"float32"}):
             yield f"{kind}: {', '.join(types)}; DeepSpeed's ZeRO keeps float32"

@@ -96,9 +96,9 @@ def read_state(source: str | Path, model: str | None = None, config: RunConfig |
     if not path.is_dir():
         raise CheckpointError(f"{path}: there is no such folder; give one of: {_SUPPORTED}")
     spec = _spec_of(model) if model is not None else None if config is None else config.spec()
-    for each in FORMATS.values():
-        if each.is_here(path):
-            return each.read(path, spec)
+    for form in FORMATS.values():
+        if form.is_here(path):
+            return form.read(path, spec)
     steps = sorted(below.parent.name for below in path.glob(f"*/{METADATA}"))
     inside = f"; it has {', '.join(steps)}: name one of these folders" if steps else ""
     raise CheckpointError(f"{path} has no checkpoint of a supported format{inside}; supported: {_SUPPORTED}")
@@ -111,7 +111,9 @@ def _spec_of(model: str) -> ModelSpec:
     return spec_of_folder(path) if path.is_dir() else resolve(model)
 
 
-def _of_model(read: Callable[[Path, ModelSpec], TrainingState]) -> Callable[[Path, ModelSpec | None], TrainingState]:
+def _reader_with_model(
+    read: Callable[[Path, ModelSpec], TrainingState],
+) -> Callable[[Path, ModelSpec | None], TrainingState]:
     """Return the reader of a format whose files do not describe the model."""
 
     def read_with_model(path: Path, spec: ModelSpec | None) -> TrainingState:
@@ -189,25 +191,25 @@ FORMATS: Mapping[str, CheckpointFormat] = {
     MEGATRON: CheckpointFormat(
         "a checkpoint of Megatron in its format torch_dist",
         lambda path: megatron_step_folder(path) is not None,
-        _of_model(_read_megatron),
+        _reader_with_model(_read_megatron),
         _write_megatron,
     ),
     TORCHTITAN: CheckpointFormat(
         "a distributed checkpoint (DCP) with torchtitan's names, Llama 3",
         lambda path: (path / METADATA).is_file() or any(path.glob("*.distcp")),
-        _of_model(read_dcp_state),
+        _reader_with_model(read_dcp_state),
         _write_dcp(TORCHTITAN),
     ),
     "dcp": CheckpointFormat(
         "a distributed checkpoint of PyTorch with the names of transformers",
         lambda path: False,  # `torchtitan` reads every distributed checkpoint
-        _of_model(read_dcp_state),
+        _reader_with_model(read_dcp_state),
         _write_dcp(TRANSFORMERS),
     ),
     DEEPSPEED: CheckpointFormat(
         "a universal checkpoint of DeepSpeed; checkpoints of its ZeRO-1, 2 and 3 are read too",
         lambda path: step_folder(path) is not None,
-        _of_model(_read_deepspeed),
+        _reader_with_model(_read_deepspeed),
         _write_deepspeed,
     ),
     "hf": CheckpointFormat(
@@ -218,4 +220,4 @@ FORMATS: Mapping[str, CheckpointFormat] = {
     ),
 }
 """Name in `--to` -> format. A folder is read as the first that it has."""
-_SUPPORTED = "; ".join(f"{name} ({each.about})" for name, each in FORMATS.items())
+_SUPPORTED = "; ".join(f"{name} ({form.about})" for name, form in FORMATS.items())

@@ -164,7 +164,7 @@ class MegatronFolder(WholeTensors):
         shape = (rows[experts[0]], *next(iter(shapes.values()))[1:])
         shape = shape if experts == [-1] else (len(experts), *shape)
         vocabulary = self._spec.vocab_size
-        if any(each in name for each in _VOCABULARY) and shape[0] > vocabulary:
+        if any(part in name for part in _VOCABULARY) and shape[0] > vocabulary:
             self.remarks[f"{shape[0] - vocabulary} rows of the vocabulary"] = (
                 f"the model has {vocabulary:,}; Megatron's softmax includes the padding, so its loss is a little "
                 f"larger; a config.json with vocab_size={shape[0]} keeps it"
@@ -243,8 +243,8 @@ class MegatronFolder(WholeTensors):
         }
         fitting = groups
         for key, value in rules.items():
-            fitting = [each for each in fitting if each[0][key] == value] or fitting
-        if any(each != fitting[0] for each in fitting):
+            fitting = [group for group in fitting if group[0][key] == value] or fitting
+        if any(group != fitting[0] for group in fitting):
             raise CheckpointError(
                 f"{self.path / COMMON}: {name} fits {len(fitting)} groups of the optimizer with other settings; "
                 f"supported: groups by weight decay, by experts and by --decoupled-lr"
@@ -265,9 +265,9 @@ def _classes_of_megatron(path: Path) -> list[str]:
 def _other_arguments(arguments: Mapping[str, Any], spec: ModelSpec) -> Iterator[str]:
     """Yield the arguments of a run that differ from the model, or with which tensors have another meaning."""
     for key, field in SIZES.items():
-        here = getattr(spec, field)
-        if (there := arguments.get(key)) is not None and (isinstance(there, Tensor) or there != here):
-            yield f"the run has {key}={there!r}, and the model has {field}={here!r}"
+        ours = getattr(spec, field)
+        if (theirs := arguments.get(key)) is not None and (isinstance(theirs, Tensor) or theirs != ours):
+            yield f"the run has {key}={theirs!r}, and the model has {field}={ours!r}"
     fixed: dict[str, Any] = FIXED | {
         "use_rope_scaling": spec.rope_scaling is not None, "qk_l2_norm": False, "window_size": None,
         "rotary_seq_len_interpolation_factor": None,
@@ -277,8 +277,8 @@ def _other_arguments(arguments: Mapping[str, Any], spec: ModelSpec) -> Iterator[
     if arguments.get("weight_decay") == 0:
         fixed.pop("decoupled_weight_decay")  # both updates are the same
     for key, valid in fixed.items():
-        if (there := arguments.get(key)) is not None and (isinstance(there, Tensor) or there != valid):
-            yield f"the run has {key}={there!r}; supported: {valid!r}"
+        if (theirs := arguments.get(key)) is not None and (isinstance(theirs, Tensor) or theirs != valid):
+            yield f"the run has {key}={theirs!r}; supported: {valid!r}"
 
 
 def router_arguments(moe: MoESpec) -> dict[str, Any]:
@@ -305,8 +305,8 @@ def _groups(stored: Mapping[Any, Any], where: str) -> Iterator[tuple[dict[str, A
             if isinstance(value, Mapping) and (isinstance(key, int) or key == "optimizer"):
                 yield from _groups(value, f"{where}.{key}")
         return
-    for number, each in enumerate(optimizer.param_groups):
-        group = checked(MegatronGroup, each, f"{where}.param_groups.{number}")
+    for number, stored_group in enumerate(optimizer.param_groups):
+        group = checked(MegatronGroup, stored_group, f"{where}.param_groups.{number}")
         settings = group.model_dump(exclude={STEP})
         wd_mult, lr_mult = (
             next((n for n in pair if n is not None), 1.0)

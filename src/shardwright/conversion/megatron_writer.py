@@ -53,10 +53,10 @@ def write_megatron_state(state: TrainingState, out: Path) -> list[str]:
     kinds: dict[str, Weights] = {"": state.weights}
     if state.moments:
         kinds |= {f"optimizer.state.{MASTERS[0]}.": state.weights}
-        kinds |= {f"optimizer.state.{kind}.": each for kind, each in state.moments.items()}
+        kinds |= {f"optimizer.state.{kind}.": moments for kind, moments in state.moments.items()}
     for prefix, values in kinds.items():
         for name, layers in by_name.items():
-            layers.sort(key=lambda each: _layer(each.name))
+            layers.sort(key=lambda tensor: _layer(tensor.name))
             stacked = name.startswith(MEGATRON_LAYERS)
             shape = (len(layers), *layers[0].shape) if stacked else layers[0].shape
             writer.write_tensor((prefix + name,), shape, _chunks(layers, values, stacked))
@@ -110,7 +110,7 @@ def _common_of(state: TrainingState, tensors: list[FileTensor]) -> dict[str, Any
     if state.moments:
         common["optimizer"] = _optimizer(state, tensors)
         peak, decay = (
-            max(getattr(each, key) for each in state.settings.values()) for key in ("peak_lr", "weight_decay")
+            max(getattr(settings, key) for settings in state.settings.values()) for key in ("peak_lr", "weight_decay")
         )
         common["opt_param_scheduler"] = {
             "max_lr": peak, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": samples, "num_steps": samples,

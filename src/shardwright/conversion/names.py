@@ -72,9 +72,9 @@ def named_tensors_of(naming: str, spec: ModelSpec) -> list[FileTensor]:
         return file_tensors(_megatron(spec), spec)
     misfits = LLAMA.misfits(spec) + (["the embedding is tied to the head"] if spec.tied_embedding else [])
     if misfits or spec.bias:
-        said = "; ".join(misfits or ["it has biases"])
+        reasons = "; ".join(misfits or ["it has biases"])
         raise ConfigError(
-            f"torchtitan's names are known for Llama 3 only, and the model is another: {said}; --to dcp writes the "
+            f"torchtitan's names are known for Llama 3 only, and the model is another: {reasons}; --to dcp writes the "
             f"names of transformers for every architecture that `export` has"
         )
     return file_tensors(_TABLES[naming], spec)

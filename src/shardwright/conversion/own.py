@@ -17,7 +17,7 @@ from shardwright.conversion.state import (
     settings_of_run,
     trained_parameters,
 )
-from shardwright.hugging_face.files import said_shortly
+from shardwright.hugging_face.files import shortened
 from shardwright.hugging_face.writer import TensorToWrite
 from shardwright.model.modules import row_of, rows
 from shardwright.model.saved import differences, spec_as_json
@@ -73,7 +73,7 @@ def read_own_state(path: Path) -> TrainingState:
         "loss_scale": "the scale of an fp16 run",
         "spikes": "the recent losses and norms",
     }
-    there = {
+    present = {
         "compression": any(name.startswith("compression/") for name in manifest.tensors),
         "average": any(name.startswith(AVERAGE) for name in manifest.tensors),
         "loss_scale": manifest.loss_scale is not None,
@@ -86,7 +86,7 @@ def read_own_state(path: Path) -> TrainingState:
         step=step,
         tokens=manifest.progress.samples * config.batch.schedule.longest.seq_len,
         samples=manifest.progress.samples,
-        left_out={name: reason for name, reason in left_out.items() if there[name]},
+        left_out={name: reason for name, reason in left_out.items() if present[name]},
     )
 
 
@@ -95,14 +95,14 @@ def write_own_state(state: TrainingState, out: Path, config: RunConfig) -> list[
     remarks. Raises CheckpointError with every reason why the run cannot continue from it."""
     assert state.step is not None, "a state without an optimizer is written as weights"
     if problems := list(_misfits(state, config)):
-        raise CheckpointError(*(f"{state.weights.path}: {problem}" for problem in said_shortly(problems, 8)))
+        raise CheckpointError(*(f"{state.weights.path}: {problem}" for problem in shortened(problems, 8)))
     samples, remarks = _samples(state, config)
-    tensors = {MODEL: state.weights} | {f"{OPTIMIZER}{kind}/": each for kind, each in state.moments.items()}
+    tensors = {MODEL: state.weights} | {f"{OPTIMIZER}{kind}/": weights for kind, weights in state.moments.items()}
     pieces = {
         piece: (prefix, name)
-        for prefix, each in tensors.items()
-        for name, shape in sorted(each.shapes.items())
-        for piece in row_blocks(prefix + name, each.dtypes[name], shape)
+        for prefix, weights in tensors.items()
+        for name, shape in sorted(weights.shapes.items())
+        for piece in row_blocks(prefix + name, weights.dtypes[name], shape)
     }
     for name in trained_parameters(state.spec):
         key = f"{OPTIMIZER}{STEP}/{name}"
@@ -117,9 +117,9 @@ def write_own_state(state: TrainingState, out: Path, config: RunConfig) -> list[
     files = list(in_groups(list(pieces), lambda piece: piece.entry.n_bytes, FILE_BYTES))
     records = [record for number, inside in enumerate(files) for record in write_shards(out, number, inside, take)]
     wholes = {
-        f"{prefix}{name}": (shape, each.dtypes[name])
-        for prefix, each in tensors.items()
-        for name, shape in each.shapes.items()
+        f"{prefix}{name}": (shape, weights.dtypes[name])
+        for prefix, weights in tensors.items()
+        for name, shape in weights.shapes.items()
     }
     wholes |= {piece.name: ((), "float32") for piece, (prefix, _) in pieces.items() if prefix == STEP}
     text = kept_run_file(config)
@@ -140,8 +140,8 @@ def write_own_state(state: TrainingState, out: Path, config: RunConfig) -> list[
 
 def other_model(state: TrainingState, spec: ModelSpec) -> Iterator[str]:
     """Yield the fields in which the model of a run file differs from the model of a training state."""
-    for key, there, here in differences(state.spec, spec):
-        yield f"it is of another model: {key}={there!r}, and the run file has {here!r}"
+    for key, theirs, ours in differences(state.spec, spec):
+        yield f"it is of another model: {key}={theirs!r}, and the run file has {ours!r}"
 
 
 def _misfits(state: TrainingState, config: RunConfig) -> Iterator[str]:
@@ -162,14 +162,14 @@ def _misfits(state: TrainingState, config: RunConfig) -> Iterator[str]:
     moment_dtype = "bfloat16" if section.state_dtype == "bf16" else dtype
     for what, tensors, expected in (
         ("the weights are", state.weights, dtype),
-        *((f"{kind} is", each, moment_dtype) for kind, each in state.moments.items()),
+        *((f"{kind} is", moments, moment_dtype) for kind, moments in state.moments.items()),
     ):
         if other := sorted(set(tensors.dtypes.values()) - {expected}):
             keys = f"precision.compute={config.precision.compute!r}, optimizer.state_dtype={section.state_dtype!r}"
             yield f"{what} {', '.join(other)}, and the run file ({keys}) makes it {expected}"
     if state.step is None or not state.settings:
         return
-    here = settings_of_run(config, state.step)
+    of_run = settings_of_run(config, state.step)
     first = next(iter(state.settings.values()))
     for key, theirs, ours in (
         ("beta1", first.betas[0], section.options["beta1"]),
@@ -177,30 +177,30 @@ def _misfits(state: TrainingState, config: RunConfig) -> Iterator[str]:
     ):
         if theirs != ours:
             yield f"AdamW has {key}={theirs:g} there, and the run file has {ours:g}; set optimizer.{key}={theirs!r}"
-    of_rows = [(name, row_of(spec, name), each) for name, each in state.settings.items()]
+    of_rows = [(name, row_of(spec, name), given) for name, given in state.settings.items()]
     # Factors of muP are divided out of the values to set, so equality is up to rounding.
-    by_eps = {_rounded(each.eps / row.eps_factor): name for name, row, each in reversed(of_rows)}
-    other_eps = [name for name in by_eps.values() if not _equal(state.settings[name].eps, here[name].eps)]
+    by_eps = {_rounded(given.eps / row.eps_factor): name for name, row, given in reversed(of_rows)}
+    other_eps = [name for name in by_eps.values() if not _equal(state.settings[name].eps, of_run[name].eps)]
     if len(by_eps) > 1 and other_eps:
         yield (
             f"AdamW has {_eps_in_words(state.settings, by_eps.values())} there, and the run file has "
-            f"{_eps_in_words(here, by_eps.values())}; no optimizer.eps makes these with this model.mup"
+            f"{_eps_in_words(of_run, by_eps.values())}; no optimizer.eps makes these with this model.mup"
         )
     elif other_eps:
         ((eps, name),) = by_eps.items()
         yield (
             f"AdamW has {_eps_in_words(state.settings, [name])} there, and the run file has "
-            f"{_eps_in_words(here, [name])}; set optimizer.eps={eps!r}"
+            f"{_eps_in_words(of_run, [name])}; set optimizer.eps={eps!r}"
         )
     kinds = {
-        row.kind: (name, row, each)
-        for name, row, each in of_rows
-        if not _equal(each.weight_decay, here[name].weight_decay)
+        row.kind: (name, row, given)
+        for name, row, given in of_rows
+        if not _equal(given.weight_decay, of_run[name].weight_decay)
     }
-    for kind, (name, row, each) in kinds.items():
+    for kind, (name, row, kept) in kinds.items():
         yield (
-            f"weight decay of {name} is {each.weight_decay:g} there, and {here[name].weight_decay:g} in the run; set "
-            f"optimizer.weight_decay_by_kind.{kind}={_rounded(each.weight_decay / row.decay_factor)!r}"
+            f"weight decay of {name} is {kept.weight_decay:g} there, and {of_run[name].weight_decay:g} in the run; set "
+            f"optimizer.weight_decay_by_kind.{kind}={_rounded(kept.weight_decay / row.decay_factor)!r}"
         )
 
 
@@ -234,15 +234,15 @@ def _samples(state: TrainingState, config: RunConfig) -> tuple[int, list[str]]:
             f"tokens a step in the run file make {tokens:,}; set batch.global_batch and batch.seq_len as they were"
         )
     remarks.append(f"the run continues with sample {samples:,} of its own order, after {state.step:,} steps")
-    here = settings_of_run(config, state.step)
+    of_run = settings_of_run(config, state.step)
     rates = {
-        (each.lr, here[name].lr)
-        for name, each in state.settings.items()
-        if not math.isclose(each.lr, here[name].lr, rel_tol=1e-6)
+        (given.lr, of_run[name].lr)
+        for name, given in state.settings.items()
+        if not math.isclose(given.lr, of_run[name].lr, rel_tol=1e-6)
     }
-    for there, ours in sorted(rates)[:1]:
+    for theirs, ours in sorted(rates)[:1]:
         remarks.append(
-            f"the learning rate of the next step is {ours:.6g} by the run file and {there:.6g} in "
+            f"the learning rate of the next step is {ours:.6g} by the run file and {theirs:.6g} in "
             f"{state.weights.path}; see optimizer.lr, lr_schedule and steps"
         )
     return samples, remarks

@@ -62,8 +62,8 @@ def load_checked(source: Path | io.BytesIO, where: str, classes: Sequence[StandI
             f"run any code; nothing of it has been run: {needed.strip()[:200]}"
         ) from None
     except Exception as error:  # a damaged pickle raises errors of any type
-        said = (str(error).strip().splitlines() or [""])[0]
-        raise DamagedError(f"{where} is damaged: PyTorch cannot read it ({said[:200]})") from None
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise DamagedError(f"{where} is damaged: PyTorch cannot read it ({reason[:200]})") from None
     for tensor in _tensors_in(content):
         if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized or tensor.is_nested:
             kind = "quantized" if tensor.is_quantized else f"{tensor.device.type}, {tensor.layout}"
@@ -97,12 +97,12 @@ def check_sums(file: IO[bytes], where: str) -> None:
     try:
         with zipfile.ZipFile(file) as archive:
             records = archive.infolist()
-            for record in records if any(each.CRC for each in records) else ():
+            for record in records if any(record.CRC for record in records) else ():
                 with archive.open(record) as content:
                     while content.read(MiB):
                         pass
     except OSError:
         raise
     except Exception as error:  # damaged headers raise errors of any type
-        said = str(error).strip() or "a record is cut off"
-        raise DamagedError(f"{where} is damaged, or is no file of torch.save since PyTorch 1.6: {said[:200]}") from None
+        why = str(error).strip() or "a record is cut off"
+        raise DamagedError(f"{where} is damaged, or is no file of torch.save since PyTorch 1.6: {why[:200]}") from None

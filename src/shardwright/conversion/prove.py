@@ -44,7 +44,7 @@ def compare(source: TrainingState, written: TrainingState) -> list[str]:
         problems.append(f"step {source.step} became {written.step}")
     expected = compute(source)
     largest = {
-        kind: max((_size(each) for name, each in expected.items() if _kind(name) == kind), default=0.0)
+        kind: max((_size(value) for name, value in expected.items() if _kind(name) == kind), default=0.0)
         for kind in _KINDS
     }
     errors = {
@@ -58,16 +58,16 @@ def compare(source: TrainingState, written: TrainingState) -> list[str]:
     ]
     if problems:
         raise ProofError("\n".join(["the converted checkpoint computes other values:", *problems[:8]]))
-    said = [f"proved: every tensor has the bits of {source.weights.path} when it is read back"]
+    lines = [f"proved: every tensor has the bits of {source.weights.path} when it is read back"]
     for kind in dict.fromkeys(map(_kind, errors)):
         worst = max(error for name, error in errors.items() if _kind(name) == kind)
-        said.append(f"proved: {kind}: largest relative difference {worst:.1e}")
-    return said
+        lines.append(f"proved: {kind}: largest relative difference {worst:.1e}")
+    return lines
 
 
 def _other_bits(source: TrainingState, written: TrainingState) -> list[str]:
     kinds = [("", source.weights, written.weights)]
-    kinds += [(f"{kind} of ", source.moments[kind], each) for kind, each in written.moments.items()]
+    kinds += [(f"{kind} of ", source.moments[kind], moments) for kind, moments in written.moments.items()]
     return [
         f"{kind}{name}"
         for kind, one, other in kinds
@@ -99,8 +99,8 @@ def compute(state: TrainingState) -> dict[str, Tensor]:
     tokens_BT = torch.randint(state.spec.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     logits_BTV = _logits(state, values, tokens_BT)
     loss = F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten())
-    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True)
-    gradients = dict(zip(parameters, found, strict=True))
+    grads = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True)
+    gradients = dict(zip(parameters, grads, strict=True))
     result = {"logits": logits_BTV.detach(), "loss": loss.detach()} | _named(state, "gradient", gradients)
     if state.step is not None:
         result |= _named(state, "update", _updates(state, parameters, gradients))
@@ -146,11 +146,11 @@ def _updates(
         for name, parameter in parameters.items()
     ]
     optimizer = AdamW(groups)
-    moments = {kind: _in_files(each) for kind, each in state.moments.items()}
+    moments = {kind: _in_files(values) for kind, values in state.moments.items()}
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
         parameter.grad = gradients[name]
-        optimizer.state[parameter] = {kind: each[name].double() for kind, each in moments.items()}
+        optimizer.state[parameter] = {kind: values[name].double() for kind, values in moments.items()}
         optimizer.state[parameter][STEP] = torch.tensor(float(state.step or 0))
     optimizer.step()
     return {name: parameter.detach() - before[name] for name, parameter in parameters.items()}

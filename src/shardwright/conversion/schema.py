@@ -300,17 +300,17 @@ def checked(form: type[M], values: Any, where: str | Path) -> M:
     try:
         return form.model_validate(values)
     except ValidationError as error:
-        problem = min(error.errors(include_url=False), key=lambda each: each["type"] == "missing")
+        problem = min(error.errors(include_url=False), key=lambda details: details["type"] == "missing")
     key = ".".join(str(part) for part in problem["loc"] if not str(part).startswith(("function-", "nullable")))
     given = problem["input"]
-    said = f"a tensor of {list(given.shape)}" if isinstance(given, Tensor) and given.numel() > 1 else repr(given)
-    said = said if len(said) <= MOST_SHOWN else f"{said[:MOST_SHOWN]}..."
+    shown = f"a tensor of {list(given.shape)}" if isinstance(given, Tensor) and given.numel() > 1 else repr(given)
+    shown = shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}..."
     if problem["type"] == "missing":
         raise DamagedError(f"{where}: {key} is missing")
     if problem["type"] == "literal_error":
-        raise CheckpointError(f"{where}: {key}={said}; supported: {problem['ctx']['expected']}")
+        raise CheckpointError(f"{where}: {key}={shown}; supported: {problem['ctx']['expected']}")
     message = problem["msg"].removeprefix("Value error, ")
-    raise DamagedError(f"{where}: {f'{key}={said}' if key else said}: {message[0].lower()}{message[1:]}")
+    raise DamagedError(f"{where}: {f'{key}={shown}' if key else shown}: {message[0].lower()}{message[1:]}")
 
 
 def check_finite(values: Tensor, kind: str, where: str) -> Tensor:

@@ -267,7 +267,7 @@ def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inpu
     kv_heads = np.maximum(model.n_kv_heads / candidates.tp, 1)
     repeats = job.keeps_all_heads(candidates, block.window)
     repeated = (heads - kv_heads) * (model.qk_dim + model.head_dim) * repeats
-    found: ledger.Inputs = {
+    result: ledger.Inputs = {
         "heads": model.n_heads,
         "q": heads * model.qk_dim,
         "k": kv_heads * model.qk_dim,
@@ -309,11 +309,11 @@ def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inpu
             and not block.frozen
         ),
     }
-    found |= recompute.features(model, block, heads, kv_heads, repeated)
+    result |= recompute.features(model, block, heads, kv_heads, repeated)
     if block.linear and model.linear_attention is not None:
-        found |= _linear_features(model.linear_attention, job, candidates)
+        result |= _linear_features(model.linear_attention, job, candidates)
     if block.experts and moe is not None:
-        found |= {
+        result |= {
             "top_k": moe.top_k,
             "n_experts": moe.n_experts,
             "exchanged": (candidates.ep > 1) + 0,
@@ -323,7 +323,7 @@ def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inpu
             "reads_rows": int(block.reads_rows),
             "reads_inner": int(block.reads_expert_inner),
         }
-    return found
+    return result
 
 
 def _expanded(job: Job, candidates: Candidates, repeats: Ints) -> Ints:

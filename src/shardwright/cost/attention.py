@@ -45,7 +45,7 @@ def attend(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, blo
             most = 1 - f.s / f.cp / f.window if block.chunked else f.window / (2 * f[attended] - f.window)
             longer = np.maximum(0, np.minimum(longer, most))
         formulas = [formula + formula * longer for formula in formulas]
-    passes.add("attention", *(f(f"attention, {name}", each, source) for name, each in zip("FI", formulas, strict=True)))
+    passes.add("attention", *(f(f"attention, {name}", term, source) for name, term in zip("FI", formulas, strict=True)))
 
 
 def _fused(f: Formulas, job: Job, candidates: Candidates, block: BlockShape) -> tuple[str, list[Floats]]:
@@ -119,12 +119,12 @@ def _stored(f: Formulas, job: Job, candidates: Candidates) -> tuple[str, list[Fl
         Matmul("scores", queries, spec.qk_dim, keys, batch, job.wide_precision),
         Matmul("scores by values", queries, keys, spec.head_dim, batch, job.wide_precision),
     ]
-    gradients = [one for each in products for one in (each.for_input, each.for_weight)]
-    f.add({each.name: each.seconds(job) for each in (*products, *gradients)})
+    gradients = [one for product in products for one in (product.for_input, product.for_weight)]
+    f.add({matmul.name: matmul.seconds(job) for matmul in (*products, *gradients)})
     f.add(element_rate=reached_bytes_per_s(job), score_bytes=fitted.score_bytes)
     f.add(score_bytes_I=fitted.score_bytes_backward)
-    forward = plus(*(f[each.name] for each in products))
-    backward = plus(*(f[each.for_input.name] + f[each.for_weight.name] for each in products))
+    forward = plus(*(f[product.name] for product in products))
+    backward = plus(*(f[product.for_input.name] + f[product.for_weight.name] for product in products))
     scores = f.T * f.s * (f.heads / f.tp)
     return "stored scores; cost/calibration.toml", [
         forward + f.score_bytes * scores / f.element_rate,

@@ -24,10 +24,10 @@ class FusedRows:
     def name(self) -> str:
         """Return the name, such as `attention q k v`."""
         names = [row.name.removesuffix(".weight").rpartition(".")[::2] for row in self.rows]
-        told: dict[str, list[str]] = {}
+        by_path: dict[str, list[str]] = {}
         for path, last in names:
-            told.setdefault(path, []).append(last)
-        return ", ".join(" ".join([path.replace(".", " "), *last]).strip() for path, last in told.items())
+            by_path.setdefault(path, []).append(last)
+        return ", ".join(" ".join([path.replace(".", " "), *last]).strip() for path, last in by_path.items())
 
 
 @dataclass(frozen=True)
@@ -118,12 +118,12 @@ class BlockShape:
     @cached_property
     def matmuls(self) -> tuple[FusedRows, ...]:
         """Return the matmuls, in the order of the forward pass."""
-        found: dict[tuple[str, ...], list[Row]] = {}
+        groups: dict[tuple[str, ...], list[Row]] = {}
         for row in self.rows:
             if row.matmul:
                 fused = row.split in ("column", "kv_column", "experts") and row.adapter != "a"
-                found.setdefault((row.input,) if fused else (row.input, row.name), []).append(row)
-        return tuple(FusedRows(tuple(rows)) for rows in found.values())
+                groups.setdefault((row.input,) if fused else (row.input, row.name), []).append(row)
+        return tuple(FusedRows(tuple(rows)) for rows in groups.values())
 
     @cached_property
     def linear(self) -> bool:
@@ -143,7 +143,7 @@ class BlockShape:
     @cached_property
     def regions(self) -> tuple[Region, ...]:
         """Return the tensor-parallel regions, in the order of the forward pass."""
-        found: list[Region] = []
+        result: list[Region] = []
         readers = Counter(row.input for row in self.base if row.split in ("column", "kv_column") and row.matmul)
         seen: set[str] = set()
         inputs: list[tuple[int, int]] = []
@@ -155,10 +155,10 @@ class BlockShape:
                 seen.add(row.input)
                 inputs.append((row.shape[-1], readers[row.input]))
             elif row.split == "row" and row.matmul:
-                features, counts = (tuple(each[at] for each in inputs) for at in (0, 1))
-                found.append(Region(_path(row) or row.module, features, counts, tuple(every_head)))
+                features, counts = (tuple(pair[at] for pair in inputs) for at in (0, 1))
+                result.append(Region(_path(row) or row.module, features, counts, tuple(every_head)))
                 inputs, every_head = [], []
-        return tuple(found)
+        return tuple(result)
 
     @cached_property
     def experts(self) -> tuple[Row, ...]:
@@ -245,33 +245,33 @@ class BlockShape:
     @cached_property
     def dense_numel(self) -> dict[Split, int]:
         """Return the elements of the layer's parameters without experts, by their split over tp."""
-        found: Counter[Split] = Counter()
+        by_split: Counter[Split] = Counter()
         for row in self.rows:
             if row.counted and row.split != "experts":
-                found[row.split] += row.numel
-        return dict(found)
+                by_split[row.split] += row.numel
+        return dict(by_split)
 
     @cached_property
     def hidden_numel(self) -> dict[Split, int]:
         """Return the elements of hidden matrices, by their split over tp."""
-        found: Counter[Split] = Counter()
+        by_split: Counter[Split] = Counter()
         for row in self.rows:
             if row.hidden and row.split != "experts":
-                found[row.split] += row.numel
-        return dict(found)
+                by_split[row.split] += row.numel
+        return dict(by_split)
 
     @property
     def reads_rows(self) -> bool:
         """Return whether a trained matrix reads the rows that are sent to experts."""
-        return any(row.trained and row.input == self.experts[0].input for row in self._of_experts)
+        return any(row.trained and row.input == self.experts[0].input for row in self._expert_rows)
 
     @property
     def reads_expert_inner(self) -> bool:
         """Return whether a trained matrix reads the inner features of experts."""
-        return any(row.trained and row.input == self.experts[-1].input for row in self._of_experts)
+        return any(row.trained and row.input == self.experts[-1].input for row in self._expert_rows)
 
     @property
-    def _of_experts(self) -> list[Row]:
+    def _expert_rows(self) -> list[Row]:
         return [row for row in self.rows if row.matmul == "routed"]
 
     @cached_property
@@ -302,10 +302,10 @@ def _path(row: Row) -> str:
 @cache
 def blocks(spec: ModelSpec) -> dict[BlockShape, tuple[int, ...]]:
     """Return the kinds of layers, each with the numbers of its layers, in the order of their first layers."""
-    found: dict[BlockShape, tuple[int, ...]] = {}
+    layers: dict[BlockShape, tuple[int, ...]] = {}
     for layer in range(spec.n_blocks):
         norms_heads = spec.norms_heads(layer) and not spec.is_linear(layer)
         window, chunked = spec.layer_window(layer), spec.is_chunked(layer)
         block = BlockShape(layer_rows(spec, layer), spec.d_model, window, chunked, norms_heads)
-        found[block] = (*found.get(block, ()), layer)
-    return found
+        layers[block] = (*layers.get(block, ()), layer)
+    return layers

@@ -209,18 +209,18 @@ def point_to_point(
     The link across nodes counts if any pair is on two nodes; each sender has its own port.
     """
     at = Placement.on_cluster(cluster, size, stride)
-    found = np.zeros(np.broadcast_shapes(np.shape(n_bytes), at.size.shape))
+    total_s = np.zeros(np.broadcast_shapes(np.shape(n_bytes), at.size.shape))
     if at.size.max() == 1:
-        return found
+        return total_s
     f = _symbols(cluster, at, n_bytes)
     if (in_node := (at.size > 1) & (at.nodes == 1)).any():
         f.add(bandwidth_in=_bandwidth(cluster.inside, np.asarray(2)))
         sent_s = f.start_s + f.latency_in_s + _full_rate_bytes(f.S, f.half_in) / f.bandwidth_in
-        found = np.where(in_node, f(what, sent_s), found)
+        total_s = np.where(in_node, f(what, sent_s), total_s)
     if (leaves := at.nodes > 1).any():
         sent_s = f.start_s + f.latency_across_s + _full_rate_bytes(f.S, f.half_across) / f.bandwidth_across
-        found = np.where(leaves, f(what, sent_s), found)
-    return found
+        total_s = np.where(leaves, f(what, sent_s), total_s)
+    return total_s
 
 
 def _symbols(cluster: Cluster, at: Placement, n_bytes: ArrayLike, **more: float) -> Formulas:

@@ -150,54 +150,56 @@ def counts(model: ModelSpec, stages: Stages, candidates: Candidates) -> Ints:
     """Return elements, rows, columns and blocks of each stage's matrices with gradients that are compressed with error
     feedback, (4, n, S): of logical matrices sent as products rows and columns, of others blocks; of a rank of tp."""
     rank, k = powersgd_rank(candidates.shared), elements_of_block(candidates.shared)
-    found = np.zeros((4, len(candidates), len(stages.layers)), np.int64)
-    for block, layers in stages.of_kind.items():
+    result = np.zeros((4, len(candidates), len(stages.layers)), np.int64)
+    for block, layers in stages.kind_seconds.items():
         for row in block.rows if rank or k else ():
             if rank and factored(row, rank):
-                found += np.array(_of_row(row))[:, None, None] * layers
+                result += np.array(_row_counts(row))[:, None, None] * layers
             for tp, ep in np.unique(np.stack([candidates.tp, candidates.ep], 1), axis=0).tolist() if k else ():
                 if sparsified(row, k, tp, ep, model.n_kv_heads):
                     of_shard = np.array([row.numel // tp, 0, 0, blocks_of_shard(row, tp)])
-                    found += of_shard[:, None, None] * ((candidates.tp == tp) & (candidates.ep == ep))[:, None] * layers
-    return found
+                    result += (
+                        of_shard[:, None, None] * ((candidates.tp == tp) & (candidates.ep == ep))[:, None] * layers
+                    )
+    return result
 
 
-def _of_row(row: Row) -> tuple[int, int, int, int]:
+def _row_counts(row: Row) -> tuple[int, int, int, int]:
     experts = row.shape[0] if len(row.shape) > 2 else 1
     return row.numel, experts * row.shape[-2], experts * len(row.parts) * row.shape[-1], 0
 
 
-def messages(candidates: Candidates, held: RankParameters) -> list[PricedMessage]:
+def messages(candidates: Candidates, params: RankParameters) -> list[PricedMessage]:
     """Return the messages after the last backward pass: with products the all-reduces of the factors, once for each
     stage of the rank; with top-k the all-gathers of the largest elements."""
-    rank, calls = powersgd_rank(candidates.shared), np.maximum(held.compressed_stages, 1)
+    rank, calls = powersgd_rank(candidates.shared), np.maximum(params.compressed_stages, 1)
     if k := elements_of_block(candidates.shared):
-        n_bytes = (4 + PLACE_BYTES) * k * held.blocks_of_gradients * candidates.gradient_ranks
+        n_bytes = (4 + PLACE_BYTES) * k * params.blocks_of_gradients * candidates.gradient_ranks
         calls = np.maximum(calls, -(-n_bytes // REPLICA_BUCKET_BYTES))
         return [PricedMessage(LARGEST, all_gather, n_bytes / calls, candidates.gradient_ranks, candidates.tp, calls)]
     if not rank:
         return []
     return [
         PricedMessage(what, all_reduce, 4 * rank * sides / calls, candidates.gradient_ranks, candidates.tp, calls)
-        for what, sides in ((LEFT, held.left_rows), (RIGHT, held.right_columns))
+        for what, sides in ((LEFT, params.left_rows), (RIGHT, params.right_columns))
     ]
 
 
-def computed(job: Job, candidates: Candidates, held: RankParameters) -> dict[str, Floats]:
+def computed(job: Job, candidates: Candidates, params: RankParameters) -> dict[str, Floats]:
     """Return the seconds of the products and of the orthonormal columns in a step, or of choosing and adding the
     largest elements, (n,), by name."""
     if k := elements_of_block(candidates.shared):
-        arrived = k * held.blocks_of_gradients * candidates.gradient_ranks
+        arrived = k * params.blocks_of_gradients * candidates.gradient_ranks
         f = Formulas(
-            "s", compressed=held.compressed, arrived=arrived, element_rate=reached_bytes_per_s(job),
+            "s", compressed=params.compressed, arrived=arrived, element_rate=reached_bytes_per_s(job),
             chosen_bytes=CHOSEN_MOVED_BYTES, arrived_bytes=ARRIVED_MOVED_BYTES,
         )  # fmt: skip
         moved = f.chosen_bytes * f.compressed + f.arrived_bytes * f.arrived
         what = "largest elements of gradients"
         return {what: f(what, moved / f.element_rate, "after the last backward pass; arXiv 1809.07599")}
     f = Formulas(
-        "s", moved_bytes=MOVED_BYTES, r=powersgd_rank(candidates.shared), compressed=held.compressed,
-        left_rows=held.left_rows, element_rate=reached_bytes_per_s(job),
+        "s", moved_bytes=MOVED_BYTES, r=powersgd_rank(candidates.shared), compressed=params.compressed,
+        left_rows=params.left_rows, element_rate=reached_bytes_per_s(job),
         matmul_rate=reached_flops_per_s(job, job.precision),
     )  # fmt: skip
     moving, multiplying = f.moved_bytes * f.compressed / f.element_rate, 8 * f.r * f.compressed / f.matmul_rate

@@ -57,7 +57,7 @@ class OverlappedPasses:
     ) -> "OverlappedPasses":
         """Return the times of `m` micro-batches with these passes. No window has more passes than the step."""
         windows = pipeline.windows(job, candidates)
-        weights, gradients = (np.minimum(each, m[:, None]) for each in (windows.weights, windows.gradients))
+        weights, gradients = (np.minimum(window, m[:, None]) for window in (windows.weights, windows.gradients))
         return cls(*passes, slack, weights, gradients, windows.stages, note)
 
     def on(self, rank: int) -> "OverlappedPasses":
@@ -72,7 +72,9 @@ class OverlappedPasses:
         )
 
 
-def data_parallel(job: Job, candidates: Candidates, held: RankParameters, m: Ints, beside: OverlappedPasses) -> Floats:
+def data_parallel(
+    job: Job, candidates: Candidates, params: RankParameters, m: Ints, beside: OverlappedPasses
+) -> Floats:
     """Return the exposed communication of weights and gradients in a step, in seconds.
 
     | zero | gradients                                                | weights                                    |
@@ -98,45 +100,45 @@ def data_parallel(job: Job, candidates: Candidates, held: RankParameters, m: Int
     """
     if ledger.recording():
         with ledger.unrecorded():
-            rank = int(_beside_passes(job, candidates, held, m, beside)[0].argmax())
+            rank = int(_exposed_s(job, candidates, params, m, beside)[0].argmax())
         beside.note(rank)
         beside = beside.on(rank)
-    found = _beside_passes(job, candidates, held, m, beside).max(axis=1)
-    after = [*replica_messages(job, candidates, held), *compression.messages(candidates, held)]
+    max_s = _exposed_s(job, candidates, params, m, beside).max(axis=1)
+    after = [*replica_messages(job, candidates, params), *compression.messages(candidates, params)]
     slower = job.stack.speed.slowdown(DATA)
-    parts = {"weights and gradients": found} | {each.what: each.seconds(job.cluster, slower) for each in after}
-    if np.any(held.compressed):
-        parts |= compression.computed(job, candidates, held)
+    parts = {"weights and gradients": max_s} | {message.what: message.seconds(job.cluster, slower) for message in after}
+    if np.any(params.compressed):
+        parts |= compression.computed(job, candidates, params)
     return ledger.total(DATA, parts)
 
 
-def _beside_passes(job: Job, candidates: Candidates, held: RankParameters, m: Ints, beside: OverlappedPasses) -> Floats:
+def _exposed_s(job: Job, candidates: Candidates, params: RankParameters, m: Ints, beside: OverlappedPasses) -> Floats:
     """Return the seconds that overlapping messages add to the step on each rank, (n, R)."""
-    traffic = _DataParallelTraffic(job, candidates, held, beside)
-    found = np.zeros(beside.forward.shape)
+    traffic = _DataParallelTraffic(job, candidates, params, beside)
+    result = np.zeros(beside.forward.shape)
     for zero in np.unique(candidates.zero):
         sent = [
-            (times, each)
+            (times, exposed)
             for times, whats, passes in stage_collectives(job, candidates, int(zero))
-            if np.any((each := traffic.exposed(whats, passes, once=times == "1")).seconds)
+            if np.any((exposed := traffic.exposed(whats, passes, once=times == "1")).seconds)
         ]
         if not sent:
             continue
         f = Formulas("s", m=m[:, None])
-        f.add({each.name: each.seconds for _, each in sent})
-        takes_slack = any(each.longer for _, each in sent)
+        f.add({exposed.name: exposed.seconds for _, exposed in sent})
+        takes_slack = any(exposed.longer for _, exposed in sent)
         what = "messages beside passes" if takes_slack else "weights and gradients"
-        seconds = f(what, plus(*(_in_step(f, times, f[each.name]) for times, each in sent)))
+        seconds = f(what, plus(*(_in_step(f, times, f[exposed.name]) for times, exposed in sent)))
         if takes_slack:
-            for _, each in sent:
-                f.add(each.inputs)
-            f("messages that no slack takes", plus(*(_in_step(f, times, each.anyway(f)) for times, each in sent)))
+            for _, exposed in sent:
+                f.add(exposed.inputs)
+            f("messages that no slack takes", plus(*(_in_step(f, times, exposed.anyway(f)) for times, exposed in sent)))
             ledger.note("slack", "", beside.slack, "s", f"{candidates.shared.pp_schedule} simulated; cost/idle.py")
             f.add(slack=beside.slack)
             longer = np.maximum(f.messages_beside_passes - f.slack, f.messages_that_no_slack_takes)
             seconds = f("weights and gradients", longer)
-        found = np.where((candidates.zero == zero)[:, None], seconds, found)
-    return found
+        result = np.where((candidates.zero == zero)[:, None], seconds, result)
+    return result
 
 
 def _in_step(f: Formulas, times: str, seconds: Floats) -> Floats:
@@ -174,22 +176,22 @@ class ParameterGroup:
     @property
     def keeps_parts(self) -> NDArray[np.bool_]:
         """Return whether a rank keeps a part of gathered layers for the backward pass."""
-        found: NDArray[np.bool_] = self.again_ranks < self.shards
-        return found
+        result: NDArray[np.bool_] = self.again_ranks < self.shards
+        return result
 
 
-def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[ParameterGroup]:
+def groups(job: Job, candidates: Candidates, params: RankParameters) -> list[ParameterGroup]:
     """Return the parameter groups. Experts are a separate group if ep or tp gives them other ranks."""
-    apart = (candidates.ep * candidates.tp > 1) & np.any(held.experts)
-    of_experts, filled = held.experts + held.expert_padding, held.layer_padding + held.end_padding
-    dense = held.dense - held.untrained - held.compressed + filled + np.where(apart, 0, of_experts)
+    apart = (candidates.ep * candidates.tp > 1) & np.any(params.experts)
+    of_experts, filled = params.experts + params.expert_padding, params.layer_padding + params.end_padding
+    dense = params.dense - params.untrained - params.compressed + filled + np.where(apart, 0, of_experts)
     experts = np.where(apart, of_experts, 0)
-    frozen_experts = held.frozen_experts + held.frozen_expert_padding
-    frozen = held.frozen + held.frozen_padding + np.where(apart, 0, frozen_experts)
+    frozen_experts = params.frozen_experts + params.frozen_expert_padding
+    frozen = params.frozen + params.frozen_padding + np.where(apart, 0, frozen_experts)
     reduced, experts_reduced = dense - frozen, np.where(apart, experts - frozen_experts, 0)
     shards_base = candidates.zero == 3
-    dense = np.where(shards_base, dense - held.saved - np.where(apart, 0, held.saved_experts), reduced)
-    experts = np.where(shards_base, experts - np.where(apart, held.saved_experts, 0), experts_reduced)
+    dense = np.where(shards_base, dense - params.saved - np.where(apart, 0, params.saved_experts), reduced)
+    experts = np.where(shards_base, experts - np.where(apart, params.saved_experts, 0), experts_reduced)
     ranks = candidates.gradient_ranks
     expert_ranks = np.maximum(ranks * candidates.tp // candidates.ep, 1)
     whole = ~apart & (candidates.zero == 0) & (job.element_bytes == 4)
@@ -201,7 +203,7 @@ def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[Param
         if elements:
             return np.maximum(-(-count // np.maximum(elements, 1e6 * ranks)), 1).astype(np.int64)
         # FSDP's engine reduces by block, in 16 bits without ZeRO too.
-        in_buckets = np.where(held.buckets > 0, held.buckets, -(-count * 4 // BUCKET_BYTES))
+        in_buckets = np.where(params.buckets > 0, params.buckets, -(-count * 4 // BUCKET_BYTES))
         return np.where(whole, in_buckets, blocks)
 
     def over_replicas(count: Ints, calls: Ints, shards: Ints) -> Ints:
@@ -209,16 +211,19 @@ def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[Param
             return calls
         return np.where(whole, calls, -(-count * 4 // (shards * REPLICA_BUCKET_BYTES)))
 
-    trains_ends = (held.ends > held.frozen_ends) | shards_base
-    both, layers = held.blocks + held.end_groups * trains_ends, np.maximum(dense - held.ends - held.end_padding, 0)
-    dense_calls, expert_calls = calls(dense, both), calls(experts, held.expert_blocks)
-    dense_reduced = calls(reduced, held.blocks + held.end_groups * (held.ends > held.frozen_ends))
-    expert_reduced = calls(experts_reduced, held.expert_blocks)
+    trains_ends = (params.ends > params.frozen_ends) | shards_base
+    both, layers = (
+        params.blocks + params.end_groups * trains_ends,
+        np.maximum(dense - params.ends - params.end_padding, 0),
+    )
+    dense_calls, expert_calls = calls(dense, both), calls(experts, params.expert_blocks)
+    dense_reduced = calls(reduced, params.blocks + params.end_groups * (params.ends > params.frozen_ends))
+    expert_reduced = calls(experts_reduced, params.expert_blocks)
     shards = np.where(candidates.zero == 0, 1, candidates.shards)
     expert_shards = np.where(candidates.zero == 0, 1, candidates.expert_shards)
     expert_node_ranks = np.maximum(layout.node_ranks * candidates.tp // candidates.ep, 1)
-    found = [
-        ParameterGroup("dense", dense, layers, reduced, dense_calls, calls(layers, held.blocks), dense_reduced, ranks,
+    all_groups = [
+        ParameterGroup("dense", dense, layers, reduced, dense_calls, calls(layers, params.blocks), dense_reduced, ranks,
                candidates.shards, candidates.tp, over_replicas(reduced, dense_reduced, shards), layout.node_ranks,
                again_ranks(job, candidates)),
         ParameterGroup("experts", experts, experts, experts_reduced, expert_calls, expert_calls, expert_reduced,
@@ -226,7 +231,7 @@ def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[Param
                over_replicas(experts_reduced, expert_reduced, expert_shards), expert_node_ranks,
                again_ranks(job, candidates, experts=True)),
     ]  # fmt: skip
-    return [group for group in found if np.any(group.count)]
+    return [group for group in all_groups if np.any(group.count)]
 
 
 class ExposedCollective(NamedTuple):
@@ -244,12 +249,12 @@ class ExposedCollective(NamedTuple):
 class _DataParallelTraffic:
     """The data-parallel collectives of a step, by name, and their exposed parts."""
 
-    def __init__(self, job: Job, candidates: Candidates, held: RankParameters, beside: OverlappedPasses) -> None:
+    def __init__(self, job: Job, candidates: Candidates, params: RankParameters, beside: OverlappedPasses) -> None:
         self.job, self.candidates = job, candidates
         self.passes = {F: beside.forward, I_AND_W: beside.backward}
         self.windows, self.chunks = {F: beside.forward_windows, I_AND_W: beside.backward_windows}, beside.chunks
-        self.groups = groups(job, candidates, held)
-        self.held = held
+        self.groups = groups(job, candidates, params)
+        self.params = params
         self._sent: dict[str, Floats] = {}
 
     def exposed(self, whats: tuple[str, ...], beside: str, *, once: bool) -> ExposedCollective:
@@ -295,14 +300,16 @@ class _DataParallelTraffic:
             slower = self.job.stack.speed.slowdown(DATA)
             terms = {message.what: message.seconds(self.job.cluster, slower) for message in messages}
             if bucket_s := self.job.stack.speed.bucket_s:
-                calls = sum((np.where(np.asarray(each.size) > 1, each.calls, 0) for each in messages), np.zeros(1))
+                calls = sum(
+                    (np.where(np.asarray(message.size) > 1, message.calls, 0) for message in messages), np.zeros(1)
+                )
                 host = f"host for {what}"
                 f = Formulas("s", in_step=slower, calls=calls, bucket_s=bucket_s)
                 terms[host] = f(host, f.in_step * f.calls * f.bucket_s)
             if (part_s := self.job.stack.speed.part_s) and what == GATHERED:
                 a_layer = max(block.tensors for block in blocks(self.job.model))
                 of_all = np.where(self.candidates.shards > 1, self.candidates.shards, 0)
-                parts = of_all * (self.held.blocks * a_layer + self.held.end_groups)
+                parts = of_all * (self.params.blocks * a_layer + self.params.end_groups)
                 f = Formulas("s", parts_of_tensors=parts, part_s=part_s)
                 terms["parts to their places"] = f("parts to their places", f.parts_of_tensors * f.part_s)
             if self.candidates.shared.offload_parameters == "cpu" and what != SUMMED:
@@ -344,9 +351,9 @@ def stage_collectives(job: Job, candidates: Candidates, zero: int) -> list[tuple
     if zero == 0:
         return [("1", (SUMMED,), I_AND_W)]
     if zero == 3 and not (candidates.pp > 1 and candidates.shared.zero_pp_gather == "step"):
-        each = (GATHERED_AGAIN,) if job.stack.accumulates_whole else (GATHERED_AGAIN, SCATTERED)
+        repeated = (GATHERED_AGAIN,) if job.stack.accumulates_whole else (GATHERED_AGAIN, SCATTERED)
         last = (GATHERED_AGAIN, SCATTERED, ACROSS)
-        return [("m", (GATHERED,), F), ("(m - 1)", each, I_AND_W), ("1", last, I_AND_W)]
+        return [("m", (GATHERED,), F), ("(m - 1)", repeated, I_AND_W), ("1", last, I_AND_W)]
     once = [("1", (SCATTERED, ACROSS), I_AND_W), ("1", (GATHERED,), F)]
     again = zero == 2 and job.stack.reduces_each_microbatch(candidates.pp)
     return [*once, ("(m - 1)", (SCATTERED,), I_AND_W)] if again else once
@@ -385,36 +392,36 @@ def _gathered_bytes(job: Job) -> float:
 
 
 def replica_messages(
-    job: Job, candidates: Candidates, held: RankParameters, end: Ints | int = 1
+    job: Job, candidates: Candidates, params: RankParameters, end: Ints | int = 1
 ) -> list[PricedMessage]:
     """Return the all-reduces, once a step, of partial gradients of parameters on several ranks: ranks of tp, and two
     ranks of `pp`. `end`: 1 if the rank has the first or the last stage, not both."""
     spec, stride, n_bytes = job.model, candidates.world // candidates.pp, job.stack.speed.reduce_bytes
     shares = np.where(candidates.zero > 0, candidates.shards, 1)
     kv_ranks = np.maximum(candidates.tp // spec.n_kv_heads, 1)
-    found = [
-        PricedMessage("gradients of norms, all-reduce", all_reduce, held.replicas * n_bytes / shares, candidates.tp, 1,
-                (held.replicas > 0).astype(np.int64)),
-        PricedMessage("gradients of kv heads, all-reduce", all_reduce, held.kv_replicas * n_bytes / shares, kv_ranks, 1,
-                (held.kv_replicas > 0).astype(np.int64)),
+    messages = [
+        PricedMessage("gradients of norms, all-reduce", all_reduce, params.replicas * n_bytes / shares, candidates.tp,
+                1, (params.replicas > 0).astype(np.int64)),
+        PricedMessage("gradients of kv heads, all-reduce", all_reduce, params.kv_replicas * n_bytes / shares, kv_ranks,
+                1, (params.kv_replicas > 0).astype(np.int64)),
     ]  # fmt: skip
     if candidates.pp > 1 and (spec.tied_embedding or spec.mtp_modules) and spec.lora is None:
         matrix_bytes = spec.vocab_size * spec.d_model / candidates.tp * n_bytes / shares
         what = "tied matrix of the first and last stage, all-reduce"
-        found.append(PricedMessage(what, all_reduce, matrix_bytes, 2, (candidates.pp - 1) * stride, end))
+        messages.append(PricedMessage(what, all_reduce, matrix_bytes, 2, (candidates.pp - 1) * stride, end))
     if candidates.pp > 1 and len(candidates.shared.ways) > 1:
         what, of_each = (
             "both copies of a stage, all-reduce",
-            (held.trained_dense + held.trained_experts) * n_bytes / shares,
+            (params.trained_dense + params.trained_experts) * n_bytes / shares,
         )
-        found.append(PricedMessage(what, all_reduce, of_each, 2, stride))
-    return [each for each in found if np.any(np.asarray(each.size * each.calls) > 1)]
+        messages.append(PricedMessage(what, all_reduce, of_each, 2, stride))
+    return [message for message in messages if np.any(np.asarray(message.size * message.calls) > 1)]
 
 
 def rank_parameters(job: Job, candidates: Candidates, rank: int | None = None) -> RankParameters:
     """Return the parameters of each candidate on a rank of `pp`, by default the rank with the most."""
     cut = pipeline.stages(job, candidates)
-    held = parameters.tp_rank_parameters(
+    params = parameters.tp_rank_parameters(
         job.model,
         cut,
         candidates.tp,
@@ -424,14 +431,14 @@ def rank_parameters(job: Job, candidates: Candidates, rank: int | None = None) -
     )
     replicas, kv_replicas = parameters.with_partial_gradients(job.model, cut, candidates)
     blocks = np.array([len(layers) for layers in cut.layers])
-    expert_blocks = sum((n for block, n in cut.of_kind.items() if block.experts), np.zeros_like(blocks))
-    shape = held.dense.shape
-    untrained = sum((_untrained(block) * n for block, n in cut.of_kind.items()), np.zeros_like(blocks))
-    of_trained = held.trained
-    frozen = [held.dense - of_trained.dense, held.expert - of_trained.expert, held.ends - of_trained.ends]
+    expert_blocks = sum((n for block, n in cut.kind_seconds.items() if block.experts), np.zeros_like(blocks))
+    shape = params.dense.shape
+    untrained = sum((_untrained(block) * n for block, n in cut.kind_seconds.items()), np.zeros_like(blocks))
+    of_trained = params.trained
+    frozen = [params.dense - of_trained.dense, params.expert - of_trained.expert, params.ends - of_trained.ends]
     frozen[0] = frozen[0] - untrained * (job.model.lora is not None)
-    parts = [held.dense, held.expert, held.ends, of_trained.hidden, *frozen, replicas, kv_replicas]
-    parts += [np.broadcast_to(blocks, shape), np.broadcast_to(expert_blocks, shape), (held.ends > 0).astype(np.int64)]
+    parts = [params.dense, params.expert, params.ends, of_trained.hidden, *frozen, replicas, kv_replicas]
+    parts += [np.broadcast_to(blocks, shape), np.broadcast_to(expert_blocks, shape), (params.ends > 0).astype(np.int64)]
     parts.append(np.broadcast_to(untrained, shape))
     compressed = compression.counts(job.model, cut, candidates)
     parts += [*compressed, (compressed[0] > 0).astype(np.int64)]
@@ -443,11 +450,11 @@ def rank_parameters(job: Job, candidates: Candidates, rank: int | None = None) -
     parts.append(
         parameters.buckets(job.model, cut, candidates.tp, candidates.ep) if counted else np.zeros_like(parts[0])
     )
-    parts += [held.dense - held.stored.dense, held.expert - held.stored.expert]
+    parts += [params.dense - params.stored.dense, params.expert - params.stored.expert]
     of_ranks = [part[:, cut.of_rank].sum(axis=2) for part in parts]
     most = (of_ranks[0] + of_ranks[1]).argmax(axis=1)[:, None] if rank is None else np.full((len(candidates), 1), rank)
     with ledger.section("Data parallel, rank with most parameters"):
-        held.note(cut, int(most[0, 0]))
+        params.note(cut, int(most[0, 0]))
     return RankParameters(*(np.take_along_axis(part, most, 1)[:, 0] for part in of_ranks))
 
 
@@ -465,5 +472,5 @@ def again_ranks(job: Job, candidates: Candidates, experts: bool = False) -> Ints
         whole = job.model.moe is not None and job.model.moe.n_experts
         possible &= whole % (shards * candidates.ep) == 0  # else FSDP2 shards another dim
     possible &= (ranks > 1) & (shards > ranks) & (shards % np.maximum(ranks, 1) == 0)
-    found: Ints = np.where(possible, ranks, shards)
-    return found
+    result: Ints = np.where(possible, ranks, shards)
+    return result

@@ -30,11 +30,11 @@ def model_flops(job: Job) -> TokenFlops:
     """
     spec = job.model
     symbol, tokens = job.mean_attended
-    found = TokenFlops(
+    per_token = TokenFlops(
         np.asarray(spec.train_flops_per_token(job.attended[1])),
         np.asarray(spec.train_flops_per_token(job.attended[1], causal=True)),
     )
-    for what, factor, flops in (("full square", 6, found.full), ("causal half", 3, found.causal)):
+    for what, factor, flops in (("full square", 6, per_token.full), ("causal half", 3, per_token.causal)):
         scan = " + 3 * scan_flops" if spec.scan_flops else ""
         frozen = " - 2 * N_frozen" if spec.lora is not None else ""
         ledger.note(
@@ -46,7 +46,7 @@ def model_flops(job: Job) -> TokenFlops:
             **{symbol: tokens}, **({"scan_flops": spec.scan_flops} if scan else {}),
             **({"N_frozen": spec.n_frozen_matmul_parameters} if frozen else {}),
         )  # fmt: skip
-    return found
+    return per_token
 
 
 SECTION = "FLOPs of a token"
@@ -76,8 +76,8 @@ def executed_flops(job: Job, candidates: Candidates) -> TokenFlops:
     Ignored: recomputation inside a fused attention's backward pass, which no convention counts.
     """
     spec, needed = job.model, model_flops(job)
-    first, held = candidates.shared.recompute_layers, pipeline.stages(job, candidates).layers
-    again = spec.n_blocks if first is None else sum(min(first, len(stage)) for stage in held)
+    first, stage_layers = candidates.shared.recompute_layers, pipeline.stages(job, candidates).layers
+    again = spec.n_blocks if first is None else sum(min(first, len(stage)) for stage in stage_layers)
     last = sum(
         len(layers) * row.numel
         for block, layers in pipeline.blocks(spec).items()

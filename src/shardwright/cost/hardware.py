@@ -240,13 +240,13 @@ def evenly(size: int, largest: int) -> int:
 
 
 def _share(table: AcceleratorTable, ranks: int) -> float:
-    found = node_rates(table.rates or {}, ranks, table.cores)
-    return 1.0 if found is None else found[1]
+    measured = node_rates(table.rates or {}, ranks, table.cores)
+    return 1.0 if measured is None else measured[1]
 
 
 def _accelerator(name: str, table: AcceleratorTable, ranks: int | None = None) -> Accelerator:
     """Build an accelerator. `ranks`: of a node, which measured rates depend on; by default a whole node's."""
-    found = Accelerator(
+    result = Accelerator(
         name=name,
         memory_bytes=table.memory_gib * GiB,
         memory_bytes_per_s=table.memory_gb_per_s * 1e9,
@@ -265,13 +265,13 @@ def _accelerator(name: str, table: AcceleratorTable, ranks: int | None = None) -
     )
     measured = node_rates(table.rates or {}, ranks or table.node_size, table.cores)
     if measured is None:
-        return found
+        return result
     rates, share = measured
     reached: dict[str, float] = {
-        form: tflops * 1e12 * share / found.flops_per_s[form] for form, tflops in rates.tflops.items()
+        form: tflops * 1e12 * share / result.flops_per_s[form] for form, tflops in rates.tflops.items()
     }
     return replace(
-        found,
+        result,
         memory_bytes=rates.memory_gib * GiB * share,
         memory_bytes_per_s=rates.memory_gb_per_s * 1e9 * share,
         matmul_share=reached,

@@ -349,7 +349,7 @@ def _problems(file: HardwareFile, both: HardwareFile) -> Iterable[str]:
                 )
     for name, nodes in file.clusters.items():
         for kind, calibrated in (nodes.calibrated or {}).items():
-            rows = [calibrated.covariance.get(each, []) for each in CALIBRATED_CONSTANTS]
+            rows = [calibrated.covariance.get(constant, []) for constant in CALIBRATED_CONSTANTS]
             square = all(len(row) == len(rows) and row[at] > 0 for at, row in enumerate(rows))
             if calibrated.time.keys() != set(CALIBRATED_CONSTANTS) or not square:
                 yield (

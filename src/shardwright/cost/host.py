@@ -20,14 +20,16 @@ def host_bytes(job: Job, candidates: Candidates, pp_rank: int) -> dict[str, Floa
     few chunks.
     """
     layout = candidates.shared
-    held = rank_parameters(job, candidates, pp_rank)
+    params = rank_parameters(job, candidates, pp_rank)
     shards, expert_shards = (
         np.where(candidates.zero > 0, ranks, 1) for ranks in (candidates.shards, candidates.expert_shards)
     )
-    n_parameters = held.trained_dense / shards + held.trained_experts / expert_shards
+    n_parameters = params.trained_dense / shards + params.trained_experts / expert_shards
     result: dict[str, Floats] = {}
     if layout.offload_parameters == "cpu":
-        frozen = (held.frozen - held.saved) / shards + (held.frozen_experts - held.saved_experts) / expert_shards
+        frozen = (params.frozen - params.saved) / shards + (
+            params.frozen_experts - params.saved_experts
+        ) / expert_shards
         result["parameters and gradients"] = 8 * n_parameters + job.element_bytes * frozen
     elif layout.offload_optimizer == "cpu":
         result["copies of weights"] = 4 * n_parameters

@@ -32,11 +32,11 @@ def busy(candidates: Candidates, times: StageTimes, m: Ints) -> Floats:
     """Return the seconds that each rank of `pp` computes in a step of `m` micro-batches: (n, R)."""
     whole = times.forward + times.backward_input + times.weight
     routes = candidates.shared.ways
-    found = np.zeros((len(candidates), candidates.pp))
+    per_rank = np.zeros((len(candidates), candidates.pp))
     for route in routes:
         for stage, rank in enumerate(route):
-            found[:, rank] += whole[:, stage] / len(routes)
-    return found * m[:, None]
+            per_rank[:, rank] += whole[:, stage] / len(routes)
+    return per_rank * m[:, None]
 
 
 def ends(candidates: Candidates, times: StageTimes, work: Floats) -> Floats:
@@ -68,7 +68,7 @@ def ends(candidates: Candidates, times: StageTimes, work: Floats) -> Floats:
     return heads + work if split else heads + work + tails
 
 
-def makespans(of: ScheduleInputs, times: StageTimes, m: Ints) -> Floats:
+def makespans(inputs: ScheduleInputs, times: StageTimes, m: Ints) -> Floats:
     """Return the simulated time of the schedule of each of n candidates: (n,) seconds; 0 without a pipeline.
 
     Exact up to `MOST_SIMULATED`. The time of a schedule is the longest of many paths through its actions. A longer step
@@ -78,11 +78,11 @@ def makespans(of: ScheduleInputs, times: StageTimes, m: Ints) -> Floats:
     schedule does not repeat its actions: a longer step takes a shorter step's time and the work of the busiest rank
     beyond it.
     """
-    if of.pp == 1:
+    if inputs.pp == 1:
         return np.zeros(len(m))
     runs = [
         _makespan(
-            of,
+            inputs,
             int(m[at]),
             Times(
                 tuple(times.forward[at].tolist()),
@@ -97,30 +97,30 @@ def makespans(of: ScheduleInputs, times: StageTimes, m: Ints) -> Floats:
 
 
 @lru_cache(maxsize=4096)  # layouts that differ only in their data axes have stages of the same times
-def _makespan(of: ScheduleInputs, m: int, times: Times) -> float:
-    kind = find(of.name)
-    stages = len(kind.ways(of.pp, of.virtual_stages)[0])
+def _makespan(inputs: ScheduleInputs, m: int, times: Times) -> float:
+    kind = find(inputs.name)
+    stages = len(kind.ways(inputs.pp, inputs.virtual_stages)[0])
     # A whole number of rounds of an interleaved schedule, and an even number for schedules with two routes.
-    unit = 2 * of.pp
+    unit = 2 * inputs.pp
     most = max(3, MOST_SIMULATED // stages // unit) * unit
     if m <= most + unit:
-        return simulate(_built(of, m), times).makespan
+        return simulate(_built(inputs, m), times).makespan
     if kind.searched:
-        short = simulate(_built(of, most), times)
+        short = simulate(_built(inputs, most), times)
         return short.makespan + (m - most) / most * max(short.work)
     longer = most + (m - most) % unit
-    schedule, middle = _built(of, longer), _middle(of, longer, unit)
+    schedule, middle = _built(inputs, longer), _middle(inputs, longer, unit)
     return middle.makespan(schedule, times, (m - longer) // unit)
 
 
 @lru_cache(maxsize=256)
-def _built(of: ScheduleInputs, m: int) -> Schedule:
-    return of.schedule(m)
+def _built(inputs: ScheduleInputs, m: int) -> Schedule:
+    return inputs.schedule(m)
 
 
 @lru_cache(maxsize=256)
-def _middle(of: ScheduleInputs, m: int, unit: int) -> "_SteadyRounds":
-    return _SteadyRounds.from_schedules(_built(of, m), _built(of, m - unit))
+def _middle(inputs: ScheduleInputs, m: int, unit: int) -> "_SteadyRounds":
+    return _SteadyRounds.from_schedules(_built(inputs, m), _built(inputs, m - unit))
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class _SteadyRounds:
     def from_schedules(schedule: Schedule, shorter: Schedule) -> "_SteadyRounds":
         """Return the repeated round. `shorter`: the same schedule with a round less."""
         starts, _ = play(schedule, Times().of_stages(schedule.n_stages))
-        order = sorted((start, rank, at) for rank, each in enumerate(starts) for at, start in enumerate(each))
+        order = sorted((start, rank, at) for rank, begins in enumerate(starts) for at, start in enumerate(begins))
         of_round = [len(one) - len(other) for one, other in zip(schedule.ranks, shorter.ranks, strict=True)]
         first = [(len(one) - n) // 2 for one, n in zip(schedule.ranks, of_round, strict=True)]
         unit = schedule.n_microbatches - shorter.n_microbatches
@@ -156,12 +156,12 @@ class _SteadyRounds:
         durations = times.of_stages(schedule.n_stages)
         starts, _ = play(schedule, durations, times.comm)
         rest, repeated = self._rest(schedule, durations, times.comm), self._repeated(schedule, durations, times.comm)
-        found = 0.0
+        longest_path = 0.0
         for (rank, places), lengths in zip(self.repeats, repeated, strict=True):
             every = rounds * (len(lengths) - 1)
             longest = max(every // k * lengths[k] + lengths[every % k] for k in range(1, len(lengths)))
-            found = max(found, starts[rank][places[0]] + longest + rest[rank][places[0]])
-        return found
+            longest_path = max(longest_path, starts[rank][places[0]] + longest + rest[rank][places[0]])
+        return longest_path
 
     def _repeated(self, schedule: Schedule, durations: Mapping[Op, Sequence[float]], comm: float) -> list[list[float]]:
         """Return the longest paths from the start of each action of `repeats` to the starts of its repetitions."""
@@ -174,7 +174,7 @@ class _SteadyRounds:
             begins[rank, places[0]] = number
             ends |= {(rank, at): number for at in places}
         clock_RS = np.full((schedule.n_ranks, n), -np.inf)  # S: the action where a path begins
-        found: list[list[float]] = [[] for _ in self.repeats]
+        paths: list[list[float]] = [[] for _ in self.repeats]
         ended: dict[int, tuple[int, Floats]] = {}
         left = len(ends)
         for rank, at in dropwhile(lambda place: place not in begins, self.order):
@@ -185,29 +185,29 @@ class _SteadyRounds:
             if (begun := begins.get((rank, at))) is not None:
                 clock_S[begun] = 0.0
             if (ended_at := ends.get((rank, at))) is not None:
-                found[ended_at].append(float(clock_S[ended_at]))
+                paths[ended_at].append(float(clock_S[ended_at]))
                 left -= 1
                 if not left:
                     break
             stage, op, _ = schedule.ranks[rank][at]
             clock_RS[rank] = clock_S = clock_S + durations[op][stage]
             ended[makes[rank][at]] = rank, clock_S
-        return found
+        return paths
 
     def _rest(self, schedule: Schedule, durations: Mapping[Op, Sequence[float]], comm: float) -> list[list[float]]:
         """Return, for every action of every rank, the longest path from its start to the end of the schedule."""
         needs, makes, n_results = schedule.numbered
-        found = [[0.0] * (len(actions) + 1) for actions in schedule.ranks]
+        to_end = [[0.0] * (len(actions) + 1) for actions in schedule.ranks]
         after_result: list[list[tuple[int, float]]] = [[] for _ in range(n_results)]
         for rank, at in reversed(self.order):
             stage, op, _ = schedule.ranks[rank][at]
-            rest = found[rank][at + 1]
+            rest = to_end[rank][at + 1]
             for taker, its in after_result[makes[rank][at]]:
                 rest = max(rest, its if taker == rank else its + comm)
-            found[rank][at] = rest = rest + durations[op][stage]
+            to_end[rank][at] = rest = rest + durations[op][stage]
             if (need := needs[rank][at]) >= 0:
                 after_result[need].append((rank, rest))
-        return found
+        return to_end
 
 
 def _repeats(schedule: Schedule, first: Sequence[int], of_round: Sequence[int], times: int) -> bool:

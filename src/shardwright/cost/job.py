@@ -303,5 +303,5 @@ class Candidates:
         return global_batch // (self.micro_batch * self.data_ranks)
 
 
-COLUMNS = tuple(each.name for each in fields(Candidates) if each.name != "shared")
+COLUMNS = tuple(field.name for field in fields(Candidates) if field.name != "shared")
 """The array fields of `Candidates`."""

@@ -37,7 +37,7 @@ one, and one output."""
 def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None = None) -> Passes:
     """Return the passes of one layer of a kind; `name`: its name in the ledger, by default the kind's."""
     passes = Passes(name or block.name)
-    with ledger.section(f"{passes.of[0].upper()}{passes.of[1:]}, one microbatch"):
+    with ledger.section(f"{passes.part[0].upper()}{passes.part[1:]}, one microbatch"):
         tokens = candidates.tokens(job.seq_len)
         _multiply(passes, job, candidates, layer_matmuls(job, candidates, block, tokens))
         if block.linear:
@@ -61,7 +61,7 @@ def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None 
 def _copy_activations(passes: Passes, job: Job, candidates: Candidates, block: BlockShape) -> None:
     """Add the time by which copies of activations to the host, and back, exceed the pass of the layer that they overlap
     with. Ignored: small tensors, which stay on the device, and the memory bandwidth that copies take from kernels."""
-    kept = activations.layer(job, candidates, block, passes.of).kept
+    kept = activations.layer(job, candidates, block, passes.part).kept
     forward, backward_input, weight = passes.totals
     backward = backward_input if candidates.kind.splits_backward else backward_input + weight
     for name, beside in (("F", forward), ("I", backward)):
@@ -128,7 +128,7 @@ def _chunked_head(job: Job, candidates: Candidates) -> Passes:
         chunk = np.minimum(tokens, candidates.shared.loss_chunk_tokens)
         one, e = head_matmul(job, candidates, chunk), job.element_bytes
         matmuls = [one, one.for_input] + [one.for_weight] * (not one.frozen)
-        inside = {each.name: each.seconds(job) for each in matmuls}
+        inside = {matmul.name: matmul.seconds(job) for matmul in matmuls}
         f = Formulas(
             "s", T=tokens, C=chunk, V=spec.vocab_size, tp=candidates.tp, h=spec.d_model, e=e, sum_bytes=max(4, e),
             loss_bytes=_loss_bytes(job, candidates), element_rate=reached_bytes_per_s(job),
@@ -179,26 +179,26 @@ def _multiply(passes: Passes, job: Job, candidates: Candidates, matmuls: Iterabl
     cast first. Inputs that are gathered over tp are cast before the gather if the format and the stack allow it, and
     weights once a step if the casts are kept."""
     those = list(matmuls)
-    trained = [each for each in those if not each.frozen]
-    in_each_pass = (those, [each.for_input for each in those], [each.for_weight for each in trained])
+    trained = [matmul for matmul in those if not matmul.frozen]
+    in_each_pass = (those, [matmul.for_input for matmul in those], [matmul.for_weight for matmul in trained])
     seconds = (
-        ledger.total(f"{MATMULS}, {name}", {each.name: each.seconds(job) for each in inside})
+        ledger.total(f"{MATMULS}, {name}", {matmul.name: matmul.seconds(job) for matmul in inside})
         for name, inside in zip("FIW", in_each_pass, strict=True)
     )
     passes.add(MATMULS, *seconds)
-    weights = sum((np.asarray(each.batch * each.k * each.n) for each in trained), np.zeros(1))
+    weights = sum((np.asarray(matmul.batch * matmul.k * matmul.n) for matmul in trained), np.zeros(1))
     if sum_bytes := job.stack.speed.sum_bytes:
         f = Formulas("s", sum_bytes=sum_bytes, elements=weights, element_rate=reached_bytes_per_s(job))
         summed = f(f"{ELEMENTWISE}, W", f.sum_bytes * f.elements / f.element_rate, "sums of gradients in fp32")
         passes.add(ELEMENTWISE, 0.0, 0.0, summed)
     form = FORMATS[job.precision]
-    cast = [each for each in those if not each.precision] if form.narrow else []
+    cast = [matmul for matmul in those if not matmul.precision] if form.narrow else []
     if cast:
         early = job.stack.speed.gathers_narrow and form.gathered_bytes < job.element_bytes
-        inputs = sum(each.batch * each.m * each.k / (each.input_shards if early else 1) for each in cast)
-        of_results = sum(each.batch * each.m * each.n / (each.output_shards if early else 1) for each in cast)
-        of_weights = sum(each.batch * each.k * each.n for each in cast)
-        again = sum(each.batch * each.m * each.k for each in cast)
+        inputs = sum(matmul.batch * matmul.m * matmul.k / (matmul.input_shards if early else 1) for matmul in cast)
+        of_results = sum(matmul.batch * matmul.m * matmul.n / (matmul.output_shards if early else 1) for matmul in cast)
+        of_weights = sum(matmul.batch * matmul.k * matmul.n for matmul in cast)
+        again = sum(matmul.batch * matmul.m * matmul.k for matmul in cast)
         times = candidates.microbatches(job.global_batch) if job.stack.keeps_casts else 1
         moved = []
         for name, elements in (("F", inputs + of_weights / times), ("I", again + of_results)):
@@ -206,10 +206,10 @@ def _multiply(passes: Passes, job: Job, candidates: Candidates, matmuls: Iterabl
             f = Formulas("s", cast_bytes=cast_bytes, elements=elements, element_rate=reached_bytes_per_s(job))
             moved.append(f(f"{CASTS}, {name}", f.cast_bytes * f.elements / f.element_rate, "cost/formats.py"))
         passes.add(ELEMENTWISE, *moved)
-    if quantised := [each for each in those if each.stored]:
+    if quantised := [matmul for matmul in those if matmul.stored]:
         moved = []
         for name in "FI":
-            elements = sum(DECODED_BYTES[each.stored] * each.batch * each.k * each.n for each in quantised)
+            elements = sum(DECODED_BYTES[matmul.stored] * matmul.batch * matmul.k * matmul.n for matmul in quantised)
             f = Formulas("s", decoded_bytes=elements, element_rate=reached_bytes_per_s(job))
             moved.append(f(f"{CASTS}, {name}", f.decoded_bytes / f.element_rate, "decoding, model/quantised.py"))
         passes.add(ELEMENTWISE, *moved)
@@ -282,7 +282,7 @@ def _elementwise(passes: Passes, job: Job, candidates: Candidates, block: BlockS
     if block.experts:
         formulas["sorting by expert"] = f.T / f.tp * f.top_k * f.h * f.permute_bytes
     source = "of F, for elements of 2 bytes"
-    moved = {name: f(name, each, source) for what, each in formulas.items() if (name := f"bytes of {what}")}
+    moved = {name: f(name, formula, source) for what, formula in formulas.items() if (name := f"bytes of {what}")}
     f.add(bytes_moved=ledger.total("bytes moved", moved, "B", "cost/speed.py"))
     casts = {"F": passes.forward.get(ELEMENTWISE), "I": passes.backward_input.get(ELEMENTWISE)}
     once = f.e / 2 * f.bytes_moved
@@ -336,7 +336,7 @@ def _recompute(passes: Passes, job: Job, candidates: Candidates, block: BlockSha
             if np.any(candidates.tp > 1):
                 selective = selective + f[f"{TENSOR}, F"] / 2
         by_recompute = {"none": f.constant(0), "selective": selective, "full": whole}
-        formulas = [by_recompute[each] for each in RECOMPUTE]
+        formulas = [by_recompute[choice] for choice in RECOMPUTE]
         again = f.choose("recomputation, I", candidates.recompute, formulas, "recomputed in the backward pass")
     passes.add("recomputation", np.zeros_like(again), again)
 

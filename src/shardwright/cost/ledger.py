@@ -105,7 +105,7 @@ def note(
     if book is None:
         return
     names = set(_NAME.findall(formula))
-    given = {name: _number(each) for name, each in inputs.items() if name in names}
+    given = {name: _number(number) for name, number in inputs.items() if name in names}
     entry = LedgerEntry(at or book.section, what, formula, given, _number(value), unit, source)
     if entry not in book.entries:
         book.entries.append(entry)
@@ -116,12 +116,12 @@ def total(
 ) -> Floats:
     """Return the sum of entries recorded before, given by their names; record it if a term is not 0. `value`: the sum,
     if it is computed already."""
-    found = value if value is not None else sum(map(np.asarray, terms.values()), np.asarray(0.0))
+    result = value if value is not None else sum(map(np.asarray, terms.values()), np.asarray(0.0))
     if recording():
-        there = identified({name: value for name, value in terms.items() if np.any(value)})
-        if there:
-            note(what, " + ".join(there), found, unit, source, **there)
-    return found
+        nonzero = identified({name: value for name, value in terms.items() if np.any(value)})
+        if nonzero:
+            note(what, " + ".join(nonzero), result, unit, source, **nonzero)
+    return result
 
 
 _OPERATORS: dict[np.ufunc, tuple[str, int, Callable[[Any, Any], Any]]] = {
@@ -150,7 +150,7 @@ class Traced(NDArrayOperatorsMixin):
     steps: dict[tuple[str, str], None] = field(default_factory=dict)
 
     @staticmethod
-    def of(value: Any) -> "Traced":
+    def lift(value: Any) -> "Traced":
         """Return the value itself, or a number as a constant of a formula."""
         if isinstance(value, Traced):
             return value
@@ -159,17 +159,17 @@ class Traced(NDArrayOperatorsMixin):
         return Traced(value, f"{float(value):.9g}" if isinstance(value, float) else str(int(value)))
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *operands: Any, **options: Any) -> "Traced":
-        terms = [Traced.of(each) for each in operands]
-        values = [each.value for each in terms]
-        inputs = reduce(operator.or_, (each.inputs for each in terms))
-        steps = reduce(operator.or_, (each.steps for each in terms))
+        terms = [Traced.lift(operand) for operand in operands]
+        values = [term.value for term in terms]
+        inputs = reduce(operator.or_, (term.inputs for term in terms))
+        steps = reduce(operator.or_, (term.steps for term in terms))
         if ufunc in _OPERATORS:
             sign, precedence, apply = _OPERATORS[ufunc]
             left, right = terms
             text = f"{left.inside(precedence + (sign == '**'))} {sign} {right.inside(precedence + (sign != '**'))}"
             return Traced(apply(*values), text, precedence, inputs, steps)
         name = _FUNCTIONS[ufunc]
-        first, *others = (each.text for each in terms)
+        first, *others = (term.text for term in terms)
         if (
             others and terms[0].precedence == _ATOM and first.startswith(f"{name}(")
         ):  # one maximum of three, not a maximum of a maximum
@@ -208,8 +208,8 @@ class Formulas:
         self.__dict__.update(named)
 
     def __getattr__(self, name: str) -> Floats:
-        there = [symbol for symbol in vars(self) if not symbol.startswith("_")]
-        raise AttributeError(f"no symbol {name!r}; there are {', '.join(there)}")
+        symbols = [symbol for symbol in vars(self) if not symbol.startswith("_")]
+        raise AttributeError(f"no symbol {name!r}; there are {', '.join(symbols)}")
 
     def __getitem__(self, name: str) -> Floats:
         """Return the symbol for the name of a quantity."""
@@ -225,7 +225,7 @@ class Formulas:
             result = np.asarray(formula)
             self.__dict__[name] = result
             return result
-        traced = Traced.of(formula)
+        traced = Traced.lift(formula)
         result = np.asarray(traced.value)
         text = "; ".join([*(f"{step} = {text}" for step, text in traced.steps), traced.text])
         order = {symbol: place for place, symbol in enumerate(vars(self))}
@@ -243,15 +243,15 @@ class Formulas:
 
     def constant(self, value: float) -> Floats:
         """Return a number that is shown as a factor of its own in a product of numbers."""
-        constant: Any = Traced.of(value) if self._records else value
+        constant: Any = Traced.lift(value) if self._records else value
         return constant
 
     def choose(self, what: str, which: Ints, formulas: Sequence[Floats], source: str = "") -> Floats:
         """Return, for each candidate, the formula whose index is in `which`."""
-        there = np.unique(which)
-        if len(there) == 1:
-            return self(what, formulas[int(there[0])], source)
-        return self(what, np.select([which == each for each in there], [formulas[each] for each in there]), source)
+        used = np.unique(which)
+        if len(used) == 1:
+            return self(what, formulas[int(used[0])], source)
+        return self(what, np.select([which == at for at in used], [formulas[at] for at in used]), source)
 
 
 def plus(*terms: Floats) -> Floats:

@@ -131,7 +131,7 @@ def derivatives(job: Job, candidates: Candidates) -> Floats:
     """Return the derivative of the logarithm of one layout's step time by the logarithm of each constant, (5,): about
     the share of the step that depends on the constant."""
     factors = np.exp(np.vstack([np.zeros(len(SPREADS)), np.diag(np.full(len(SPREADS), STEP))]))
-    times = np.log([float(step_time(with_times(job, each), candidates).total_s[0]) for each in factors])
+    times = np.log([float(step_time(with_times(job, row), candidates).total_s[0]) for row in factors])
     return np.asarray((times[1:] - times[0]) / STEP)
 
 
@@ -148,7 +148,7 @@ def prior(cluster: Cluster, kind: str) -> tuple[Floats, Floats]:
 def narrowing(derivatives_5: Floats, covariance: Floats) -> float:
     """Return the width of the interval of a step time with this covariance, relative to the width without any log."""
     after, before = (
-        MODEL_ERROR**2 + derivatives_5 @ each @ derivatives_5 for each in (covariance, np.diag(SPREADS**2))
+        MODEL_ERROR**2 + derivatives_5 @ matrix @ derivatives_5 for matrix in (covariance, np.diag(SPREADS**2))
     )
     return float(np.sqrt(after / before))
 

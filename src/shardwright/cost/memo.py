@@ -61,14 +61,14 @@ class Memo:
         # Some layers may recompute nothing, and a layout may represent layouts with equal gradients.
         return Memo(values | EVERY)
 
-    def table(self, columns: Sequence[str], *of: Hashable) -> "DistinctRows":
-        """Return the table of some columns, for a result that depends only on them and on `of`."""
+    def table(self, columns: Sequence[str], *key: Hashable) -> "DistinctRows":
+        """Return the table of some columns, for a result that depends only on them and on `key`."""
         tables = self._tables
-        if (table := tables.pop(of, None)) is None:
+        if (table := tables.pop(key, None)) is None:
             table = DistinctRows(partial(self._keys, tuple(columns)))
-            while sum(each.n_bytes for each in tables.values()) > MOST_BYTES:
+            while sum(cached.n_bytes for cached in tables.values()) > MOST_BYTES:
                 del tables[next(iter(tables))]
-        tables[of] = table  # move to the end: most recently used
+        tables[key] = table  # move to the end: most recently used
         return table
 
     def _keys(self, columns: tuple[str, ...], candidates: Candidates) -> "ColumnKeys":
@@ -84,18 +84,18 @@ class Memo:
         return self._last[columns][1]
 
     def passes(
-        self, candidates: Candidates, of: Hashable, but: set[str], compute: Callable[[Candidates], Passes]
+        self, candidates: Candidates, key: Hashable, but: set[str], compute: Callable[[Candidates], Passes]
     ) -> Passes:
-        """Return `compute(candidates)`, using cached rows; `of`: the part of the model, which does not depend on the
+        """Return `compute(candidates)`, using cached rows; `key`: the part of the model, which does not depend on the
         keys in `but`. Messages are left out."""
         shared = others(candidates, but)
-        table = self.table(OF_A_PASS, of, candidates.kind.splits_backward, shared)
+        table = self.table(OF_A_PASS, key, candidates.kind.splits_backward, shared)
         rows = table.rows(candidates, lambda new: _as_arrays(compute(new)))
-        found = Passes(str(of))
+        result = Passes(str(key))
         for name, values in table.values.items():
             part, _, kind = name.partition(" ")
-            found.parts[part][kind] = values[rows]
-        return found
+            result.parts[part][kind] = values[rows]
+        return result
 
 
 def others(candidates: Candidates, but: set[str]) -> Hashable:
@@ -123,12 +123,12 @@ class CandidateColumn:
     def places(self, values: Ints) -> Ints:
         """Return the index of each value in the column's values."""
         if self._places is not None:
-            found = self._places[values]
-            assert found.min(initial=0) == 0, "a value that is not one of the numbers"
+            indices = self._places[values]
+            assert indices.min(initial=0) == 0, "a value that is not one of the numbers"
         else:
-            found = np.searchsorted(self._numbers, values)
-            assert np.array_equal(self._numbers[found], values), "a value that is not one of the numbers"
-        return found
+            indices = np.searchsorted(self._numbers, values)
+            assert np.array_equal(self._numbers[indices], values), "a value that is not one of the numbers"
+        return indices
 
 
 class ColumnKeys(NamedTuple):
@@ -153,12 +153,12 @@ class DistinctRows:
     def rows(self, candidates: Candidates, compute: Callable[[Candidates], Arrays]) -> Ints:
         """Return the index of each candidate in the arrays, (n,); `compute` is called for missing candidates."""
         keys, begins, counts = self._keys_of(candidates)
-        found = self._find(keys)
-        if (missing := found < 0).any():
+        indices = self._find(keys)
+        if (missing := indices < 0).any():
             new_keys, first = np.unique(keys[missing], return_index=True)
             self._add(new_keys, compute(candidates.take(begins[missing][first])))
-            found = self._find(keys)
-        return np.repeat(found, counts)
+            indices = self._find(keys)
+        return np.repeat(indices, counts)
 
     def _find(self, key: Ints) -> Ints:
         if not len(self._keys):
@@ -172,7 +172,7 @@ class DistinctRows:
             shape, nothing = like.shape[1:], np.zeros(1, like.dtype)
             before = self.values.get(name, np.broadcast_to(nothing, (n, *shape)))
             self.values[name] = np.concatenate([before, np.broadcast_to(arrays.get(name, nothing), (more, *shape))])
-        self.n_bytes = sum(each.nbytes for each in self.values.values())
+        self.n_bytes = sum(array.nbytes for array in self.values.values())
         together = np.concatenate([self._keys, keys])
         order = np.argsort(together, kind="stable")
         self._keys, self._places = together[order], np.concatenate([self._places, np.arange(n, n + more)])[order]
@@ -191,9 +191,9 @@ def numbered(values: Ints) -> tuple[Ints, Ints]:
     """
     most = int(values.max(initial=0))
     if most > 4 * len(values):
-        found, back = np.unique(values, return_inverse=True)
-        return found, back
-    there = np.zeros(most + 1, dtype=bool)
-    there[values] = True
-    places = np.cumsum(there) - 1
-    return np.flatnonzero(there), places[values]
+        distinct, back = np.unique(values, return_inverse=True)
+        return distinct, back
+    present = np.zeros(most + 1, dtype=bool)
+    present[values] = True
+    places = np.cumsum(present) - 1
+    return np.flatnonzero(present), places[values]

@@ -118,11 +118,11 @@ def estimate_memory(job: Job, candidates: Candidates) -> MemoryEstimate:
     moment = np.zeros(shape, dtype=np.int64)
     few = step.microbatches()
     for m in np.unique(few):
-        mine = np.nonzero(few == m)[0]
+        rows = np.nonzero(few == m)[0]
         at = pipeline.moments(job, candidates, int(m))
-        moving, moment[mine] = _fullest(step.of_stage.take(mine), step.stages, at)
+        moving, moment[rows] = _fullest(step.of_stage.take(rows), step.stages, at)
         for kind, values in moving.items():
-            kinds[kind][mine] = values
+            kinds[kind][rows] = values
     for kind, values in step.states.items():
         kinds[kind] += values
     last = step.at_update()
@@ -154,8 +154,8 @@ def note_fullest(job: Job, candidates: Candidates, memory: MemoryEstimate) -> No
     at_update = MOMENTS[int(memory.moment[0, rank])] == "optimizer"
     with ledger.section(f"Memory of pp rank {rank}" if candidates.pp > 1 else "Memory"):
         step = StepMemory(job, candidates, _of_rank(job, candidates, rank))
-        step.held.note(pipeline.stages(job, candidates), rank)
-        held = {kind: n_bytes for kind, n_bytes in step.states.items() if not (at_update and kind == "gathered")}
+        step.params.note(pipeline.stages(job, candidates), rank)
+        kept = {kind: n_bytes for kind, n_bytes in step.states.items() if not (at_update and kind == "gathered")}
         if at_update:
             now = {"working": step.update_bytes, "gradients": step.reduced_bytes}
             complete = now["gradients"]
@@ -164,13 +164,13 @@ def note_fullest(job: Job, candidates: Candidates, memory: MemoryEstimate) -> No
             few = int(step.microbatches()[0])
             at = pipeline.moments(job, candidates, few)
             now, _ = _fullest(step.of_stage, step.stages, at.of_rank(rank))
-        both = [kind for kind in _BOTH if kind in held and kind in now]
-        sums = {kind: ledger.total(kind, {f"{kind} kept": held[kind], f"{kind} now": now[kind]}, "B") for kind in both}
-        held |= now | sums
-        whole = ledger.total("all kinds", held, "B", "the allocator's peak of live tensors")
+        both = [kind for kind in _BOTH if kind in kept and kind in now]
+        sums = {kind: ledger.total(kind, {f"{kind} kept": kept[kind], f"{kind} now": now[kind]}, "B") for kind in both}
+        kept |= now | sums
+        whole = ledger.total("all kinds", kept, "B", "the allocator's peak of live tensors")
         share, terms, all_pools = memory.fragmentation, {"all_kinds": whole}, "all_kinds"
         if memory.of_process:
-            terms["workspace"] = held["workspace"]
+            terms["workspace"] = kept["workspace"]
             formula = "all_kinds + fragmentation * (all_kinds - workspace)"
         else:
             if pools.has_pools(job):
@@ -202,13 +202,13 @@ def curve(job: Job, candidates: Candidates, rank: int) -> Curve:
     step = StepMemory(job, candidates, _of_rank(job, candidates, rank))
     microbatches = int(candidates.microbatches(job.global_batch)[0])
     actions, *moments = pipeline.every_moment(job, candidates, microbatches, rank)
-    held = [_held(step.of_stage, step.stages, at.each) for at in moments]
-    which = np.argmax([sum(kinds.values(), np.zeros(1))[0, 0] for kinds in held], axis=0)
+    by_moment = [_activation_bytes(step.of_stage, step.stages, at.fields) for at in moments]
+    which = np.argmax([sum(kinds.values(), np.zeros(1))[0, 0] for kinds in by_moment], axis=0)
     last = step.at_update()
     kinds = {}
     for kind in KINDS:
         always = step.states[kind][0, 0] if kind in step.states else 0.0
-        comes = [kinds[kind][0, 0] if kind in kinds else np.zeros(len(actions)) for kinds in held]
+        comes = [kinds[kind][0, 0] if kind in kinds else np.zeros(len(actions)) for kinds in by_moment]
         kinds[kind] = np.append(np.choose(which, comes) + always, last[kind][0, 0])
     return Curve((*map(str, actions), "optimizer"), kinds)
 
@@ -221,7 +221,7 @@ class StepMemory:
     ) -> None:
         self.job, self.candidates, self.memo = job, candidates, memo
         self.stages = stages or pipeline.stages(job, candidates)
-        self.held = parameters.tp_rank_parameters(
+        self.params = parameters.tp_rank_parameters(
             job.model,
             self.stages,
             candidates.tp,
@@ -232,24 +232,24 @@ class StepMemory:
         )
 
     @cached_property
-    def of_microbatch(self) -> MicrobatchBytes:
+    def microbatch_bytes(self) -> MicrobatchBytes:
         """Return the bytes of a micro-batch in each stage."""
-        return stage_bytes.microbatch_bytes(self.job, self.candidates, self.stages, self.held, self.memo)
+        return stage_bytes.microbatch_bytes(self.job, self.candidates, self.stages, self.params, self.memo)
 
     @cached_property
     def sharded(self) -> ShardedBytes:
         """Return the bytes of each stage that exist for a part of the step."""
-        return ShardedBytes(*states.stage_state_bytes(self.job, self.candidates, self.stages, self.held))
+        return ShardedBytes(*states.stage_state_bytes(self.job, self.candidates, self.stages, self.params))
 
     @cached_property
     def of_stage(self) -> StageBytes:
         """Return the bytes of a micro-batch and the sharded bytes of each stage."""
-        return StageBytes(**vars(self.of_microbatch), **vars(self.sharded))
+        return StageBytes(**vars(self.microbatch_bytes), **vars(self.sharded))
 
     @cached_property
     def pools(self) -> Pools:
         """Return the bytes that the allocator keeps in separate pools."""
-        return pools.stage_pools(self.job, self.candidates, self.stages, self.held, self.sharded.reduced)
+        return pools.stage_pools(self.job, self.candidates, self.stages, self.params, self.sharded.reduced)
 
     @cached_property
     def pooled_shards(self) -> ShardedBytes:
@@ -264,23 +264,23 @@ class StepMemory:
     @cached_property
     def pooled(self) -> StageBytes:
         """Return the bytes of a micro-batch and of each stage, without gradients that have a pool of their own."""
-        return StageBytes(**vars(self.of_microbatch), **vars(self.pooled_shards))
+        return StageBytes(**vars(self.microbatch_bytes), **vars(self.pooled_shards))
 
     @cached_property
     def update_bytes(self) -> Floats:
         """Return the temporary buffers of the optimizer, (n, R)."""
-        return states.optimizer_step(self.job, self.candidates, self.stages, self.held)
+        return states.optimizer_step(self.job, self.candidates, self.stages, self.params)
 
     @cached_property
     def reduced_bytes(self) -> Floats:
         """Return the gradients at the optimizer's step that do not exist for the whole step, (n, R)."""
-        found: Floats = self.sharded.reduced[:, self.stages.of_rank].sum(2)
-        return found
+        result: Floats = self.sharded.reduced[:, self.stages.of_rank].sum(2)
+        return result
 
     @cached_property
     def states(self) -> dict[str, Floats]:
         """Return parameters, gradients, optimizer states and other memory of the whole step, by kind, each (n, R)."""
-        return states.rank_state_bytes(self.job, self.candidates, self.stages, self.held)
+        return states.rank_state_bytes(self.job, self.candidates, self.stages, self.params)
 
     def microbatches(self) -> Ints:
         """Return, for each candidate, a number of micro-batches with the same peaks as all of them, (n,)."""
@@ -304,20 +304,20 @@ def few_microbatches(job: Job, candidates: Candidates) -> Ints:
     """Return, for each candidate, a number of micro-batches with the same peaks as all of them, (n,)."""
     distinct, back = numbered(candidates.microbatches(job.global_batch))
     few = [pipeline.representative(candidates.shared.pp_schedule, candidates.pp, int(m)) for m in distinct]
-    found: Ints = np.array(few, dtype=np.int64)[back]
-    return found
+    result: Ints = np.array(few, dtype=np.int64)[back]
+    return result
 
 
 def _fullest(of_stage: StageBytes, stages: Stages, at: Moments) -> tuple[dict[str, Floats], Ints]:
     """Return activations and temporary buffers by kind at each rank's peak, and where in the step it is, (n, R)."""
     which = stage_bytes.sizes_at(of_stage, stages, at).argmax(2)
     rank = np.arange(len(stages.of_rank))[None, :]
-    fullest = {name: values[0, rank, which][:, :, None] for name, values in at.each.items()}
-    found = _held(of_stage, stages, fullest)
-    return {name: values[:, :, 0] for name, values in found.items()}, _WHERE[fullest["kind"][:, :, 0]]
+    fullest = {name: values[0, rank, which][:, :, None] for name, values in at.fields.items()}
+    kinds = _activation_bytes(of_stage, stages, fullest)
+    return {name: values[:, :, 0] for name, values in kinds.items()}, _WHERE[fullest["kind"][:, :, 0]]
 
 
-def _held(of_stage: StageBytes, stages: Stages, at: dict[str, Ints]) -> dict[str, Floats]:
+def _activation_bytes(of_stage: StageBytes, stages: Stages, at: dict[str, Ints]) -> dict[str, Floats]:
     """Return activations and temporary buffers by kind, (n, R, k), at given moments: the fields of `Moments` by name,
     with a first dim for candidates."""
     kind = at["kind"]
@@ -348,8 +348,8 @@ def _held(of_stage: StageBytes, stages: Stages, at: dict[str, Ints]) -> dict[str
     )
     waits, running = bool(at["waiting"].any()), ""
     if ledger.recording():
-        mine = ", ".join(map(str, stages.of_rank[0]))
-        running = f"{pipeline.ACTIONS[int(kind[0, 0, 0])]} runs; microbatches in flight of stages {mine}"
+        stage_numbers = ", ".join(map(str, stages.of_rank[0]))
+        running = f"{pipeline.ACTIONS[int(kind[0, 0, 0])]} runs; microbatches in flight of stages {stage_numbers}"
     activations, logits = _sum(f.in_flight * f.kept), _sum(f.in_flight * f.logits_kept)
     if waits:
         activations = activations + _sum(f.waiting * f.kept_for_W)

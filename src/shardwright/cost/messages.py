@@ -104,15 +104,15 @@ class _OverTp:
         """Add a collective for token shards, and one without them."""
         whole = whole if self.has_whole else None
         forward = TENSOR if when == MESSAGES_OF_F else ""
-        found = over_tp(self.passes, self.job, self.candidates, n_bytes, what, on_shards, whole, forward)
+        seconds = over_tp(self.passes, self.job, self.candidates, n_bytes, what, on_shards, whole, forward)
         speed = self.job.stack.speed
         copies = speed.copies_tokens or self.job.stack.tp_by_matrix
         if on_shards is not None and copies and not (speed.hides_tp and when != OF_INPUTS):
             cut = self.candidates.token_shards > 1
             f = Formulas("s", bytes_sent=n_bytes, sent=cut.astype(int), element_rate=reached_bytes_per_s(self.job))
             name = f"copy for {what}, {named(on_shards)}"
-            found[name] = f(name, 2 * f.bytes_sent * f.sent / f.element_rate, "tokens are not the first dim")
-        self.terms[when] |= found
+            seconds[name] = f(name, 2 * f.bytes_sent * f.sent / f.element_rate, "tokens are not the first dim")
+        self.terms[when] |= seconds
 
     def input(self, n_bytes: Floats, what: str, again: bool = True, narrow: bool = True, calls: int = 1) -> None:
         """Add the input of column-parallel matmuls. `again`: it is not kept as gathered. `narrow`: it is gathered in
@@ -159,11 +159,11 @@ class _OverTp:
         speed, in_two = self.job.stack.speed, self.candidates.kind.splits_backward
         pieces = speed.hides_tp
         beside_i = (OF_RESULTS,) * pieces + (AGAIN,) + (OF_INPUTS,) * (pieces and in_two)
-        found: dict[tuple[str, ...], str] = {(MESSAGES_OF_F,): "F"} if pieces else {}
-        found[beside_i] = "I"
+        overlaps: dict[tuple[str, ...], str] = {(MESSAGES_OF_F,): "F"} if pieces else {}
+        overlaps[beside_i] = "I"
         if ((pieces and not speed.copies_tokens) or speed.hides_tp_backward) and not in_two:
-            found[OF_INPUTS,] = "W"
-        return found
+            overlaps[OF_INPUTS,] = "W"
+        return overlaps
 
 
 def head_over_tp(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -> None:
@@ -181,11 +181,11 @@ def head_over_tp(passes: Passes, job: Job, candidates: Candidates, tokens: Float
 
 def loss_sums(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, chunks: Floats) -> dict[str, Floats]:
     """Return the seconds of the loss's all-reduces over tp, by name: one number for each token, then two."""
-    found = {}
+    seconds = {}
     for what, n_bytes in (("maxima of logits", 4.0), ("sums of exponentials, targets", 8.0)):
         message = PricedMessage(f"{what}, all-reduce", all_reduce, n_bytes * tokens / chunks, candidates.tp, 1, chunks)
-        found[message.what] = passes.send(job, message, TENSOR)
-    return found
+        seconds[message.what] = passes.send(job, message, TENSOR)
+    return seconds
 
 
 def over_tp(
@@ -201,14 +201,14 @@ def over_tp(
     """Return the seconds of one collective over tp, whose ranks are consecutive, by its name: `on_shards` with token
     shards, else `whole`; each may be None. `forward`: see `Passes.record`."""
     shards = candidates.sequence_parallel
-    found: dict[str, Floats] = {}
+    seconds: dict[str, Floats] = {}
     for collective, used in ((on_shards, shards), (whole, ~shards)):
         if collective is not None and used.any():
             message = PricedMessage(
                 f"{what}, {named(collective)}", collective, n_bytes, candidates.tp, 1, used.astype(int)
             )
-            found[message.what] = passes.send(job, message, TENSOR, forward)
-    return found
+            seconds[message.what] = passes.send(job, message, TENSOR, forward)
+    return seconds
 
 
 def hidden(
@@ -272,7 +272,9 @@ def context(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, bl
             | send(f"results, all-to-all{back}", all_to_all, heads * value_dim * tokens * e, forward)
             for back, forward in (("", CONTEXT), (" of gradients", ""))
         ]
-        passes.add(CONTEXT, *(ledger.total(f"{CONTEXT}, {name}", each) for name, each in zip("FI", sent, strict=True)))
+        passes.add(
+            CONTEXT, *(ledger.total(f"{CONTEXT}, {name}", terms) for name, terms in zip("FI", sent, strict=True))
+        )
         return
     kv = kv_heads * key_and_value * _reached(job, candidates, block.window, chunked=block.chunked)
     if candidates.shared.cp_method == "allgather":
@@ -280,13 +282,13 @@ def context(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, bl
         again = send("keys and values again, all-gather", all_gather, kv * candidates.cp * e)
         again |= send("gradients of keys and values, all-to-all", all_to_all, kv * candidates.cp * e)
         if merge_bytes := job.stack.speed.merge_bytes:
-            for found, name, moved in ((gathered, "merging", merge_bytes), (again, "gradients merged", MERGE_BYTES)):
+            for terms, name, moved in ((gathered, "merging", merge_bytes), (again, "gradients merged", MERGE_BYTES)):
                 f = Formulas(
                     "s", cp=candidates.cp, merge_bytes=moved, T=tokens, heads=spec.n_heads, c=spec.head_dim,
                     tp=candidates.tp, element_rate=reached_bytes_per_s(job),
                 )  # fmt: skip
                 n_bytes = (f.cp - 1) * f.merge_bytes * f.T * f.heads * f.c / f.tp
-                found[name] = f(name, n_bytes / f.element_rate)
+                terms[name] = f(name, n_bytes / f.element_rate)
         passes.add(CONTEXT, ledger.total(f"{CONTEXT}, F", gathered), ledger.total(f"{CONTEXT}, I", again))
         return
     _ring(passes, job, candidates, tokens, kv)
@@ -308,12 +310,12 @@ def states(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -> 
     }
     sent = []
     for back, forward in (("", CONTEXT), ("gradients of ", "")):
-        found = {}
+        seconds = {}
         for what, n_bytes in sizes.items():
             message = PricedMessage(f"{back}{what}, all-gather", all_gather, n_bytes, candidates.cp, candidates.tp)
-            found[message.what] = passes.send(job, message, CONTEXT, forward)
-        sent.append(found)
-    passes.add(CONTEXT, *(ledger.total(f"{CONTEXT}, {name}", each) for name, each in zip("FI", sent, strict=True)))
+            seconds[message.what] = passes.send(job, message, CONTEXT, forward)
+        sent.append(seconds)
+    passes.add(CONTEXT, *(ledger.total(f"{CONTEXT}, {name}", terms) for name, terms in zip("FI", sent, strict=True)))
 
 
 def _reached(job: Job, candidates: Candidates, window: int, *, chunked: bool) -> Floats:
@@ -395,7 +397,7 @@ def dispatch(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -
     )
     back = passes.send(job, message, EXPERT, EXPERT)
     passes.record(replace(message, what=f"gradients of {what}", calls=2))
-    there = passes.send(job, replace(message, what=what, n_bytes=n_bytes * e_sent / job.element_bytes), EXPERT, EXPERT)
-    forward, backward = {what: there, f"{what} back": back}, {f"{what} back": back, f"gradients of {what}": back}
+    out_s = passes.send(job, replace(message, what=what, n_bytes=n_bytes * e_sent / job.element_bytes), EXPERT, EXPERT)
+    forward, backward = {what: out_s, f"{what} back": back}, {f"{what} back": back, f"gradients of {what}": back}
     ledger.total(f"gradients of {what}", {f"{what} back": back})
     passes.add(EXPERT, ledger.total(f"{EXPERT}, F", forward), ledger.total(f"{EXPERT}, I", backward))

@@ -20,7 +20,7 @@ PLACEMENT = "expert placement"
 """The part of the step time in which experts move between ranks."""
 
 
-def optimizer_step(job: Job, candidates: Candidates, held: RankParameters) -> Floats:
+def optimizer_step(job: Job, candidates: Candidates, params: RankParameters) -> Floats:
     """Return the seconds of the optimizer, which is bound by memory bandwidth, and the fixed overhead of a step.
 
     For each parameter of the rank's shard, Adam in fp32 reads gradient (4 bytes), master weight (4) and moments (8) and
@@ -34,14 +34,14 @@ def optimizer_step(job: Job, candidates: Candidates, held: RankParameters) -> Fl
     stack, kind = job.stack, job.optimizer_kind
     n_states = 0 if kind.means is not None else job.n_optimizer_states
     of_states = n_states * 2 * job.state_bytes - 2 * 8 if job.narrow_states or kind.in_blocks else 8 * (n_states - 2)
-    f = Formulas("s", P=held.trained_dense, Q=held.trained_experts)
+    f = Formulas("s", P=params.trained_dense, Q=params.trained_experts)
     f.add(shards=np.where(candidates.zero > 0, candidates.shards, 1))
     f.add(expert_shards=np.where(candidates.zero > 0, candidates.expert_shards, 1))
     f.add(state_bytes=job.n_optimizer_states * job.state_bytes, step_s=stack.speed.step_s)
     changed, experts = f.P, f.Q
     if np.any(candidates.zero > 0):
         changed, experts = changed / f.shards, experts / f.expert_shards
-    if np.any(held.trained_experts):
+    if np.any(params.trained_experts):
         changed = changed + experts
     where, sent = candidates.shared.offload_optimizer, candidates.shared.offload_parameters == "none"
     if where == "cpu" or not sent:
@@ -54,7 +54,7 @@ def optimizer_step(job: Job, candidates: Candidates, held: RankParameters) -> Fl
         return _on_disk(job, f, changed, by_element)
     if kind.matrix_state is None:
         return by_element
-    f.add(updates_of_matrices=matrix_updates(job, candidates, held.hidden, held.trained_experts))
+    f.add(updates_of_matrices=matrix_updates(job, candidates, params.hidden, params.trained_experts))
     return f("optimizer of all parameters", f.optimizer + f.updates_of_matrices)
 
 
@@ -137,12 +137,12 @@ def matrix_updates(job: Job, candidates: Candidates, hidden: Ints, experts: Ints
 @cache
 def _flops(spec: ModelSpec, optimizer: str, of_experts: bool) -> float:
     """Return the FLOPs of the updates of all experts, or of all other hidden matrices, divided by their elements."""
-    found = [row for row in rows(spec).values() if row.hidden and (row.kind == "expert") is of_experts]
+    matrices = [row for row in rows(spec).values() if row.hidden and (row.kind == "expert") is of_experts]
     compute = OPTIMIZERS[optimizer].matrix_flops
-    return sum(flops_of_matrices(row, compute) for row in found) / max(sum(row.numel for row in found), 1)
+    return sum(flops_of_matrices(row, compute) for row in matrices) / max(sum(row.numel for row in matrices), 1)
 
 
-def expert_moves(job: Job, candidates: Candidates, held: RankParameters) -> Floats:
+def expert_moves(job: Job, candidates: Candidates, params: RankParameters) -> Floats:
     """Return the seconds a step in which experts move between ranks of ep (`layout.place_experts_every`), (n,).
 
     After every N steps each of L layers sends S = k Q / (L E_rank) (w + s) bytes from the rank with the most
@@ -162,13 +162,13 @@ def expert_moves(job: Job, candidates: Candidates, held: RankParameters) -> Floa
     shards = np.where(candidates.zero > 0, candidates.expert_shards, 1)
     whole = np.where(own % shards, 0.0, np.minimum(leaving, 1))
     f = Formulas(
-        "B", Q=held.trained_experts, moved_experts=np.maximum(leaving / shards, whole), own_experts=own,
-        expert_layers=np.maximum(held.expert_blocks, 1), placed_every=every,
+        "B", Q=params.trained_experts, moved_experts=np.maximum(leaving / shards, whole), own_experts=own,
+        expert_layers=np.maximum(params.expert_blocks, 1), placed_every=every,
         all_states_bytes=(1 + job.averages) * job.stack.master_bytes + job.n_matrix_states * job.state_bytes,
     )  # fmt: skip
     of_an_expert = f.Q / (f.expert_layers * f.own_experts)
     n_bytes = f("experts that leave a rank, of a layer", f.moved_experts * of_an_expert * f.all_states_bytes)
     ep = np.where(leaving > 0, candidates.ep, 1)
     sent = point_to_point(job.cluster, n_bytes, ep, 1, "experts sent")
-    f = Formulas("s", experts_sent=sent, expert_layers=np.maximum(held.expert_blocks, 1), placed_every=every)
+    f = Formulas("s", experts_sent=sent, expert_layers=np.maximum(params.expert_blocks, 1), placed_every=every)
     return f(PLACEMENT, f.expert_layers * f.experts_sent / f.placed_every, "layout.place_experts_every")

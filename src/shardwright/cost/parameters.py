@@ -66,16 +66,16 @@ class Parameters:
         if self.of_trained is not None:
             adapters = self.of_trained.dense[:, stages.of_rank[rank]].sum(1)
             ledger.note("A", "", adapters, "", f"parameters of adapters, rank {rank} of pp")
-        mine = stages.of_rank[rank]
-        layers = {block: int(counts[mine].sum()) for block, counts in stages.of_kind.items()}
+        own_stages = stages.of_rank[rank]
+        layers = {block: int(counts[own_stages].sum()) for block, counts in stages.kind_seconds.items()}
         layers = {block: count for block, count in layers.items() if count}
-        ends = self.ends[:, mine].sum(1)
-        for name, kind, held, place in (("P", DENSE, self.dense, 0), ("Q", EXPERT, self.expert, 1)):
+        ends = self.ends[:, own_stages].sum(1)
+        for name, kind, numel, place in (("P", DENSE, self.dense, 0), ("Q", EXPERT, self.expert, 1)):
             terms = {ledger.identifier(f"{kind} of {block.name}"): block for block in layers}
             terms = {term: block for term, block in terms.items() if np.any(self.of_block[block][place])}
             formula = [f"{layers[block]} * {term}" for term, block in terms.items()]
             formula += ["ends"] * (place == 0 and bool(np.any(ends)))
-            if np.any(value := held[:, mine].sum(1)):
+            if np.any(value := numel[:, own_stages].sum(1)):
                 inputs = {term: self.of_block[block][place] for term, block in terms.items()}
                 ledger.note(name, " + ".join(formula), value, "", f"parameters, rank {rank} of pp", ends=ends, **inputs)
 
@@ -177,7 +177,7 @@ def _parameters(
     dense, expert, hidden = ends.copy(), np.zeros_like(ends), np.zeros_like(ends)
     of_block: dict[BlockShape, tuple[Ints, Ints]] = {}
     layer_dense, layer_expert, matrix = np.zeros_like(tp), np.zeros_like(tp), np.zeros_like(tp)
-    for kind, layers in stages.of_kind.items():
+    for kind, layers in stages.kind_seconds.items():
         block = kind.trained if trained else kind.stored(element_bytes) if element_bytes else kind
         of_plain = np.zeros_like(tp)
         for split, numel in block.dense_numel.items():
@@ -207,7 +207,7 @@ def with_partial_gradients(model: ModelSpec, stages: Stages, candidates: Candida
     shape = (len(tp), n_stages)
     of_shards, of_heads, of_kv = (np.zeros(n_stages, np.int64) for _ in range(3))
     by_split = {"replicated": of_shards, "per_head": of_heads, "kv_column": of_kv}
-    for block, layers in stages.of_kind.items():
+    for block, layers in stages.kind_seconds.items():
         for row in block.rows:
             if row.trained and row.split in by_split:
                 by_split[row.split] += row.numel * layers
@@ -215,25 +215,25 @@ def with_partial_gradients(model: ModelSpec, stages: Stages, candidates: Candida
         if row.trained and row.split == "replicated":
             of_shards[_stages_of_end(model, row, n_stages)] += row.numel
     several = (tp > 1)[:, None]
-    found = several * (of_heads + np.broadcast_to(candidates.sequence_parallel[:, None], shape) * of_shards)
-    return found, (tp > model.n_kv_heads)[:, None] * (of_kv // model.n_kv_heads)
+    replicas = several * (of_heads + np.broadcast_to(candidates.sequence_parallel[:, None], shape) * of_shards)
+    return replicas, (tp > model.n_kv_heads)[:, None] * (of_kv // model.n_kv_heads)
 
 
 def means(model: ModelSpec, stages: Stages, tp: Ints, ep: Ints) -> tuple[Ints, Ints, Ints]:
     """Return the state elements of an optimizer with `means` on rank 0 of tp, each (n, S): a mean over each row of a
     matrix and all elements of a vector; a mean over each column of each logical matrix; and both means of experts."""
     shape = (len(tp), len(stages.layers))
-    found = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    for block, layers in stages.of_kind.items():
+    totals = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    for block, layers in stages.kind_seconds.items():
         for row in block.rows:
             if row.counted:
-                for total, count in zip(found, _means_of(model, row, tp, ep), strict=True):
+                for total, count in zip(totals, _means_of(model, row, tp, ep), strict=True):
                     total += count[:, None] * layers
     for row in end_rows(model):
         for stage in _stages_of_end(model, row, shape[1]):
-            for total, count in zip(found, _means_of(model, row, tp, ep), strict=True):
+            for total, count in zip(totals, _means_of(model, row, tp, ep), strict=True):
                 total[:, stage] += count
-    return found
+    return totals
 
 
 def _means_of(model: ModelSpec, row: Row, tp: Ints, ep: Ints) -> tuple[Ints, Ints, Ints]:
@@ -256,8 +256,8 @@ def buckets(model: ModelSpec, stages: Stages, tp: Ints, ep: Ints) -> Ints:
     """Return the buckets of ZeRO-0's fp32 gradient sums of each stage (`split.compression`) on rank 0 of tp, (n, S)."""
     degrees, back = np.unique(np.stack([tp, ep]), axis=1, return_inverse=True)
     layers = tuple(map(tuple, stages.layers))
-    found = np.array([_buckets(model, layers, *degree) for degree in degrees.T.tolist()], dtype=np.int64)
-    return np.asarray(found[back.ravel()])
+    counts = np.array([_buckets(model, layers, *degree) for degree in degrees.T.tolist()], dtype=np.int64)
+    return np.asarray(counts[back.ravel()])
 
 
 @cache
@@ -277,7 +277,7 @@ def _buckets(model: ModelSpec, layers: tuple[tuple[int, ...], ...], tp: int, ep:
         copies += [(other, 4 * numel) for other in others]
     for stage, size in copies:  # the tied matrix is the head of the last stage
         sizes[stage].append(size)
-    return tuple(sum(1 for _ in in_groups(reversed(each), int, BUCKET_BYTES)) for each in sizes)
+    return tuple(sum(1 for _ in in_groups(reversed(n_bytes), int, BUCKET_BYTES)) for n_bytes in sizes)
 
 
 def padding(model: ModelSpec, stages: Stages, candidates: Candidates) -> Ints:
@@ -285,21 +285,21 @@ def padding(model: ModelSpec, stages: Stages, candidates: Candidates) -> Ints:
     (5, n, S): of dense parameters in layers, of other dense parameters, and of experts; and of these sums the parts of
     frozen parameters that are dense, and in experts."""
     tp, ep = candidates.tp, candidates.ep
-    found = np.zeros((5, len(tp), len(stages.layers)), np.int64)
-    for block, layers in stages.of_kind.items():
+    result = np.zeros((5, len(tp), len(stages.layers)), np.int64)
+    for block, layers in stages.kind_seconds.items():
         for row in block.rows:
             if row.counted and row.kind != "balance":
                 in_experts = row.split == "experts"
                 over = candidates.expert_shards if in_experts else candidates.shards
                 n = _padding_of(model, row, tp, ep, over)[:, None] * layers
-                found[2 * in_experts] += n
-                found[3 + in_experts] += n * row.frozen
+                result[2 * in_experts] += n
+                result[3 + in_experts] += n * row.frozen
     for row in end_rows(model):
-        for stage in _stages_of_end(model, row, found.shape[2]):
+        for stage in _stages_of_end(model, row, result.shape[2]):
             n_of_end = _padding_of(model, row, tp, ep, candidates.shards)
-            found[1, :, stage] += n_of_end
-            found[3, :, stage] += n_of_end * row.frozen
-    return found
+            result[1, :, stage] += n_of_end
+            result[3, :, stage] += n_of_end * row.frozen
+    return result
 
 
 def _padding_of(model: ModelSpec, row: Row, tp: Ints, ep: Ints, over: Ints) -> Ints:
@@ -333,15 +333,15 @@ def in_blocks(job: Job, stages: Stages, tp: Ints, ep: Ints) -> Ints:
     """Return, for an optimizer whose states are `in_blocks`, the elements whose states are codes, and the scales of one
     state, on rank 0 of tp, (4, n, S): both of dense parameters, and both of experts."""
     shape = (len(tp), len(stages.layers))
-    found = np.zeros((4, *shape), np.int64)
-    for block, layers in stages.of_kind.items():
+    result = np.zeros((4, *shape), np.int64)
+    for block, layers in stages.kind_seconds.items():
         for row in block.rows:
             if row.counted:
-                found += _in_blocks_of(job, row, tp, ep)[..., None] * layers
+                result += _in_blocks_of(job, row, tp, ep)[..., None] * layers
     for row in end_rows(job.model):
         for stage in _stages_of_end(job.model, row, shape[1]):
-            found[..., stage] += _in_blocks_of(job, row, tp, ep)
-    return found
+            result[..., stage] += _in_blocks_of(job, row, tp, ep)
+    return result
 
 
 def _in_blocks_of(job: Job, row: Row, tp: Ints, ep: Ints) -> Ints:
@@ -412,14 +412,14 @@ def _ends(model: ModelSpec, n_stages: int, matrix_rows: dict[str, Ints], *, trai
     """Return embedding and learned positions in the first stage, norm and head in the last, (n, S). A tied embedding,
     or an embedding that modules of multi-token prediction read, counts in both stages, or once if there is one stage.
     `matrix_rows`: rows of the vocabulary on a rank, of each kind of matrix. `trained`: leave out frozen parameters."""
-    found = np.zeros((len(matrix_rows["head"]), n_stages), dtype=np.int64)
+    result = np.zeros((len(matrix_rows["head"]), n_stages), dtype=np.int64)
     for row in end_rows(model):
         if trained and row.frozen:
             continue
         count: Ints | int = matrix_rows[row.kind] * model.d_model if row.split == "vocabulary" else row.numel
         for stage in _stages_of_end(model, row, n_stages):
-            found[:, stage] += count
-    return found
+            result[:, stage] += count
+    return result
 
 
 def _stages_of_end(model: ModelSpec, row: Row, n_stages: int) -> list[int]:

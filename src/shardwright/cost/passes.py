@@ -18,10 +18,10 @@ PRODUCT_BYTES = 4
 
 @dataclass
 class Passes:
-    """Seconds of F, I and W of one micro-batch, by kind of work, each an array (n,). `of`: the part of the model.
+    """Seconds of F, I and W of one micro-batch, by kind of work, each an array (n,). `part`: the part of the model.
     `messages`: sent by a rank in all three. `forward_messages`: sent in F, by kind; recomputation repeats them."""
 
-    of: str
+    part: str
     forward: dict[str, Floats] = field(default_factory=dict)
     backward_input: dict[str, Floats] = field(default_factory=dict)
     weight: dict[str, Floats] = field(default_factory=dict)
@@ -50,17 +50,17 @@ class Passes:
         forward, backward_input, weight = (sum(part.values(), np.zeros(1)) for part in self.parts.values())
         return forward, backward_input, weight
 
-    def of_kind(self, kind: str) -> Floats:
+    def kind_seconds(self, kind: str) -> Floats:
         """Return the sum of the seconds of F, I and W of one kind."""
         return sum((part.get(kind, np.zeros(1)) for part in self.parts.values()), np.asarray(0.0))
 
     def note(self) -> None:
         """Record the sums of each pass, and of each kind of work."""
         for name, part in self.parts.items():
-            ledger.total(f"{name} of {self.of}", {f"{kind}, {name}": seconds for kind, seconds in part.items()})
+            ledger.total(f"{name} of {self.part}", {f"{kind}, {name}": seconds for kind, seconds in part.items()})
         for kind in self.forward:
             passes = {f"{kind}, {name}": part[kind] for name, part in self.parts.items()}
-            ledger.total(f"{kind} of {self.of}", passes)
+            ledger.total(f"{kind} of {self.part}", passes)
 
     @property
     def parts(self) -> dict[str, dict[str, Floats]]:

@@ -30,14 +30,14 @@ and W need no more than the memory in flight and waiting."""
 class Stages:
     """The layers of each stage and the stages of each rank.
 
-    `of_kind`: for each kind of layer the number in each stage, (S,). `of_rank`, (R, v): the stages of each rank.
+    `kind_seconds`: for each kind of layer the number in each stage, (S,). `of_rank`, (R, v): the stages of each rank.
     `several`: whether any stage has more than one layer. `alike`, (S,): for each stage the first stage with the same
     kinds of layers in the same order that is also the first, also the last, or neither. `built_from`: the inputs of
     their schedules. `key`: equal for equal layers on equal ranks, of one model.
     """
 
     layers: tuple[range, ...]
-    of_kind: Mapping[BlockShape, Ints]
+    kind_seconds: Mapping[BlockShape, Ints]
     of_rank: Ints
     several: bool
     alike: Ints
@@ -50,7 +50,7 @@ class Stages:
         return replace(
             self,
             layers=tuple(self.layers[stage] for stage in kept),
-            of_kind={block: counts[kept] for block, counts in self.of_kind.items()},
+            kind_seconds={block: counts[kept] for block, counts in self.kind_seconds.items()},
             of_rank=np.searchsorted(kept, self.of_rank[ranks]),
             alike=_first_equals(self.alike[kept].tolist()),
             key=(*self.key, *ranks.tolist()),
@@ -87,27 +87,27 @@ class Moments:
     kind: Ints
 
     @property
-    def each(self) -> dict[str, Ints]:
+    def fields(self) -> dict[str, Ints]:
         """Return the fields by name, with a first dim of 1 for a candidate."""
-        return {each.name: getattr(self, each.name)[None] for each in fields(self)}
+        return {field.name: getattr(self, field.name)[None] for field in fields(self)}
 
     def of_rank(self, rank: int) -> "Moments":
         """Return the moments of one rank; R is 1."""
-        return Moments(**{each.name: getattr(self, each.name)[[rank]] for each in fields(self)})
+        return Moments(**{field.name: getattr(self, field.name)[[rank]] for field in fields(self)})
 
     @cached_property
     def counts(self) -> Floats:
         """Return how often each part of the memory of a rank exists, (R, k, c): for each stage the parts in flight,
         waiting, accumulating and reduced, and for each of `ACTIONS` its buffers while it runs."""
         runs = self.kind[:, :, None] == np.arange(len(ACTIONS))
-        each = (self.in_flight, self.waiting, self.accumulating, self.reduced, runs)
-        return np.concatenate(each, axis=2).astype(np.float64)
+        parts = (self.in_flight, self.waiting, self.accumulating, self.reduced, runs)
+        return np.concatenate(parts, axis=2).astype(np.float64)
 
     def counts_of(self, ranks: Ints) -> Floats:
         """Return the counts of some ranks, without moments that repeat the first moment of each rank."""
-        found = self.counts[ranks]
-        others = (found[:, 1:] != found[:, :1]).any((0, 2))
-        return found[:, np.append(True, others)]
+        counts = self.counts[ranks]
+        others = (counts[:, 1:] != counts[:, :1]).any((0, 2))
+        return counts[:, np.append(True, others)]
 
 
 def stages(job: Job, candidates: Candidates) -> Stages:
@@ -130,20 +130,20 @@ def windows(job: Job, candidates: Candidates) -> Windows:
     """Return the windows of a step of at least 2 pp micro-batches, in the order of the schedule's actions: 1F1B with v
     chunks on a rank runs pp micro-batches of a chunk before it changes to the next, so each is ((v - 1) pp + 1) / v.
     Ignored: passes of the other direction in between, as V-shaped schedules have them."""
-    held = stages(job, candidates)
-    return _windows(held.built_from, held.of_rank.shape[1], len(candidates.shared.ways))
+    pp_stages = stages(job, candidates)
+    return _windows(pp_stages.built_from, pp_stages.of_rank.shape[1], len(candidates.shared.ways))
 
 
 @cache
-def _windows(of: ScheduleInputs, n_stages: int, n_ways: int) -> Windows:
+def _windows(inputs: ScheduleInputs, n_stages: int, n_ways: int) -> Windows:
     if n_stages == 1:
-        return Windows(np.ones(of.pp), np.ones(of.pp), 1)
-    weights, gradients = np.zeros(of.pp), np.zeros(of.pp)
-    for rank, actions in enumerate(of.schedule(2 * of.pp).ranks):
-        starts = {each.stage: at for at, each in reversed(list(enumerate(actions))) if each.op == "F"}
-        ends = {each.stage: at for at, each in enumerate(actions) if each.op in ("B", "W")}
-        weights[rank] = sum(each.op == "F" for each in actions[: max(starts.values())])
-        gradients[rank] = sum(_OF_BACKWARD[each.op] for each in actions[min(ends.values()) + 1 :])
+        return Windows(np.ones(inputs.pp), np.ones(inputs.pp), 1)
+    weights, gradients = np.zeros(inputs.pp), np.zeros(inputs.pp)
+    for rank, actions in enumerate(inputs.schedule(2 * inputs.pp).ranks):
+        starts = {action.stage: at for at, action in reversed(list(enumerate(actions))) if action.op == "F"}
+        ends = {action.stage: at for at, action in enumerate(actions) if action.op in ("B", "W")}
+        weights[rank] = sum(action.op == "F" for action in actions[: max(starts.values())])
+        gradients[rank] = sum(_OF_BACKWARD[action.op] for action in actions[min(ends.values()) + 1 :])
     share = n_ways / n_stages
     return Windows(share * (weights + 1), share * (gradients + 1), n_stages)
 
@@ -158,17 +158,17 @@ class Layers(NamedTuple):
     candidates: Candidates
 
 
-def layers_alike(job: Job, candidates: Candidates, held: Stages) -> Iterator[Layers]:
+def layers_alike(job: Job, candidates: Candidates, stages: Stages) -> Iterator[Layers]:
     """Yield the layers of these stages by kind. If only the first layers of a stage recompute, they are separate."""
     first = candidates.shared.recompute_layers
     if first is None:
-        yield from (Layers(block, block.name, counts, candidates) for block, counts in held.of_kind.items())
+        yield from (Layers(block, block.name, counts, candidates) for block, counts in stages.kind_seconds.items())
         return
     for block, numbers in blocks(job.model).items():
-        again = np.array([len(set(numbers) & set(each[:first])) for each in held.layers], dtype=np.int64)
+        again = np.array([len(set(numbers) & set(layers[:first])) for layers in stages.layers], dtype=np.int64)
         yield Layers(block, block.name, again, candidates)
         rest = replace(candidates, recompute=np.zeros_like(candidates.recompute))
-        yield Layers(block, f"{block.name} that does not recompute", held.of_kind[block] - again, rest)
+        yield Layers(block, f"{block.name} that does not recompute", stages.kind_seconds[block] - again, rest)
 
 
 def moments(job: Job, candidates: Candidates, microbatches: int) -> Moments:
@@ -197,7 +197,7 @@ def every_moment(
     """Return the actions of one rank in order, and the memory at the start, before the end and at the end of each; R is
     1."""
     schedule = stages(job, candidates).built_from.schedule(microbatches)
-    begin, before_end, end = map(_as_moments, _held(schedule, [rank]))
+    begin, before_end, end = map(_as_moments, _counts_by_action(schedule, [rank]))
     return list(schedule.ranks[rank]), begin, before_end, end
 
 
@@ -217,19 +217,21 @@ def _stages(
 ) -> Stages:
     layout = Layout(pp=pp, pp_schedule=pp_schedule, virtual_stages=virtual_stages, stage_layers=sizes)
     layers = stage_layers(model, layout, seq_len)
-    of_kind = {
-        block: np.array([len(set(those) & set(each)) for each in layers], dtype=np.int64)
+    kind_seconds = {
+        block: np.array([len(set(those) & set(numbers)) for numbers in layers], dtype=np.int64)
         for block, those in blocks(model).items()
     }
-    of_rank = np.array([sorted(layout.held_by(rank)) for rank in range(layout.pp)], dtype=np.int64)
-    several = any(len(each) > 1 for each in layers)
+    of_rank = np.array([sorted(layout.stages_on(rank)) for rank in range(layout.pp)], dtype=np.int64)
+    several = any(len(numbers) > 1 for numbers in layers)
     key = (layout.ways, len(layers), sizes)
     block_of = {number: block for block, numbers in blocks(model).items() for number in numbers}
     last = len(layers) - 1
     alike = _first_equals(
-        (stage == 0, stage == last, *map(block_of.__getitem__, each)) for stage, each in enumerate(layers)
+        (stage == 0, stage == last, *map(block_of.__getitem__, numbers)) for stage, numbers in enumerate(layers)
     )
-    return Stages(layers, of_kind, of_rank, several, alike, ScheduleInputs.from_layout(model, layout, seq_len), key)
+    return Stages(
+        layers, kind_seconds, of_rank, several, alike, ScheduleInputs.from_layout(model, layout, seq_len), key
+    )
 
 
 def _first_equals(items: Iterable[Hashable]) -> Ints:
@@ -238,34 +240,34 @@ def _first_equals(items: Iterable[Hashable]) -> Ints:
     return np.array([first.setdefault(item, at) for at, item in enumerate(items)], dtype=np.int64)
 
 
-def _moments_of(of: ScheduleInputs, microbatches: int) -> Moments:
-    if find(of.name).microbatches_stay and microbatches > 2:
-        two = _moments(of, 2)
+def _moments_of(inputs: ScheduleInputs, microbatches: int) -> Moments:
+    if find(inputs.name).microbatches_stay and microbatches > 2:
+        two = _moments(inputs, 2)
         return replace(two, in_flight=two.in_flight + microbatches - 2)
-    return _moments(of, microbatches)
+    return _moments(inputs, microbatches)
 
 
 @cache
-def _moments(of: ScheduleInputs, microbatches: int) -> Moments:
-    begin, *later = _held(of.schedule(microbatches), range(of.pp))
+def _moments(inputs: ScheduleInputs, microbatches: int) -> Moments:
+    begin, *later = _counts_by_action(inputs.schedule(microbatches), range(inputs.pp))
     differing = (rows[:, (rows != begin).any((0, 2))] for rows in later)
     return _as_moments(_largest(np.concatenate([begin, *differing], axis=1)))
 
 
 @cache
-def _merged_moments(held: Stages, microbatches: int) -> Moments:
-    each, merged = _moments_of(held.built_from, microbatches), held.merged.of_rank
-    place = (held.alike[held.of_rank][:, :, None] == merged[:, None]).argmax(2)  # (R, v), the first of equal ones
+def _merged_moments(stages: Stages, microbatches: int) -> Moments:
+    unmerged, merged = _moments_of(stages.built_from, microbatches), stages.merged.of_rank
+    place = (stages.alike[stages.of_rank][:, :, None] == merged[:, None]).argmax(2)  # (R, v), the first of equal ones
     added = (place[:, :, None] == np.arange(merged.shape[1])).astype(np.int64)
-    counts = (each.in_flight, each.waiting, each.accumulating + each.reduced, each.accumulating)
-    rows = np.concatenate([each.kind[:, :, None], *(count @ added for count in counts)], axis=2)
+    counts = (unmerged.in_flight, unmerged.waiting, unmerged.accumulating + unmerged.reduced, unmerged.accumulating)
+    rows = np.concatenate([unmerged.kind[:, :, None], *(count @ added for count in counts)], axis=2)
     return _as_moments(_largest(rows))
 
 
 @cache
-def _leading_ranks(held: Stages, microbatches: int) -> Ints:
-    of, alike = held.built_from, held.alike[held.of_rank].tolist()
-    counts = _moments(of, min(microbatches, 2) if find(of.name).microbatches_stay else microbatches).counts
+def _leading_ranks(stages: Stages, microbatches: int) -> Ints:
+    inputs, alike = stages.built_from, stages.alike[stages.of_rank].tolist()
+    counts = _moments(inputs, min(microbatches, 2) if find(inputs.name).microbatches_stay else microbatches).counts
 
     def dominates(one: int, other: int) -> bool:
         """Return whether, at some moment of `one`, at least as much of everything exists, for every one of `other`."""
@@ -274,14 +276,14 @@ def _leading_ranks(held: Stages, microbatches: int) -> Ints:
         return bool((counts[one][None, :] >= counts[other][:, None]).all(2).any(1).all())
 
     leading: list[int] = []
-    for rank in range(of.pp):
+    for rank in range(inputs.pp):
         if not any(dominates(one, rank) for one in leading):
             leading = [*(one for one in leading if not dominates(rank, one)), rank]
     return np.array(leading, dtype=np.int64)
 
 
 def _as_moments(rows_Rkc: Ints) -> Moments:
-    """Convert rows of `_held` to moments."""
+    """Convert rows of `_counts_by_action` to moments."""
     in_flight, waiting, some, accumulating = np.split(rows_Rkc[:, :, 1:], 4, axis=2)
     return Moments(in_flight, waiting, accumulating, some - accumulating, rows_Rkc[:, :, 0])
 
@@ -291,7 +293,7 @@ _OF_BACKWARD = {"F": 0.0, "B": 1.0, "I": 0.5, "W": 0.5}
 """Part of a backward pass that an action is."""
 
 
-def _held(schedule: Schedule, ranks: Sequence[int]) -> tuple[Ints, Ints, Ints]:
+def _counts_by_action(schedule: Schedule, ranks: Sequence[int]) -> tuple[Ints, Ints, Ints]:
     """Return the counts at the start of every action of some ranks, and the counts before its end and at its end, each
     (R, actions, 1 + 4 v).
 
@@ -302,18 +304,18 @@ def _held(schedule: Schedule, ranks: Sequence[int]) -> tuple[Ints, Ints, Ints]:
     repeats its first row."""
     codes = [[(action.stage, _OPS[action.op]) for action in schedule.ranks[rank]] for rank in ranks]
     most = max(map(len, codes))
-    padded = np.array([[*each, *[(-1, -1)] * (most - len(each))] for each in codes], dtype=np.int64)
+    padded = np.array([[*row, *[(-1, -1)] * (most - len(row))] for row in codes], dtype=np.int64)
     stage, op = padded[:, :, 0], padded[:, :, 1]
     forward, whole, split, weight = (op == code for code in _OPS.values())
     back = whole | split
     last = stage == schedule.n_stages - 1
     kinds = np.select([back & last, back, forward & last], [BACKWARD_LAST, BACKWARD, LOSS], OTHER)[:, :, None]
-    here = stage[:, :, None] == np.array([schedule.stages_of(rank) for rank in ranks])[:, None]
-    sent_back = here & back[:, :, None]
-    in_flight = np.cumsum(here & forward[:, :, None], axis=1) - np.cumsum(sent_back, axis=1) + sent_back
-    waits = (here & split[:, :, None]).astype(np.int64) - (here & weight[:, :, None])
+    at_stage = stage[:, :, None] == np.array([schedule.stages_of(rank) for rank in ranks])[:, None]
+    sent_back = at_stage & back[:, :, None]
+    in_flight = np.cumsum(at_stage & forward[:, :, None], axis=1) - np.cumsum(sent_back, axis=1) + sent_back
+    waits = (at_stage & split[:, :, None]).astype(np.int64) - (at_stage & weight[:, :, None])
     waiting = np.cumsum(waits, axis=1) - waits
-    completing = here & (whole | weight)[:, :, None]
+    completing = at_stage & (whole | weight)[:, :, None]
     after = np.cumsum(completing, axis=1)
     before, all_of_them = after - completing, after[:, -1:]
     begin = np.concatenate([kinds, in_flight, waiting, before > 0, (before > 0) & (before < all_of_them)], axis=2)
@@ -333,12 +335,12 @@ def _largest(rows_Rnc: Ints) -> Ints:
     order = np.argsort(-rows_Rnc[:, :, 1:].sum(axis=2), axis=1, kind="stable")
     rows_Rnc = np.take_along_axis(rows_Rnc, order[:, :, None], axis=1)
     ranks, left_Rn = np.arange(len(rows_Rnc)), np.ones(order.shape, dtype=bool)
-    found: list[Ints] = []
+    firsts: list[Ints] = []
     while (some_R := left_Rn.any(1)).any():
         # The first row that is left has the largest sum, so no other row dominates it.
-        first_R = np.where(some_R, left_Rn.argmax(1), found[0] if found else 0)
-        found.append(first_R)
+        first_R = np.where(some_R, left_Rn.argmax(1), firsts[0] if firsts else 0)
+        firsts.append(first_R)
         first_R1c = rows_Rnc[ranks, first_R][:, None]
         same = rows_Rnc[:, :, 0] == first_R1c[:, :, 0]
         left_Rn &= ~(same & np.all(rows_Rnc[:, :, 1:] <= first_R1c[:, :, 1:], axis=2))
-    return rows_Rnc[ranks[:, None], np.stack(found, axis=1)]
+    return rows_Rnc[ranks[:, None], np.stack(firsts, axis=1)]

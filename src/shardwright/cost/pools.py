@@ -56,28 +56,30 @@ def has_pools(job: Job) -> bool:
     return job.stack.pools and not job.stack.of_process
 
 
-def stage_pools(job: Job, candidates: Candidates, stages: Stages, held: Parameters, reduced: Floats) -> Pools:
-    """Return the pools of stages. `held`: their parameters, `reduced`: their complete gradients."""
+def stage_pools(job: Job, candidates: Candidates, stages: Stages, params: Parameters, reduced: Floats) -> Pools:
+    """Return the pools of stages. `params`: their parameters, `reduced`: their complete gradients."""
     fsdp = uses_fsdp(job, candidates)[:, None]
     alone = (candidates.world == 1)[:, None] & ~fsdp
     apart = np.where(fsdp, reduced, _outsized(job, candidates, stages) if alone.any() else 0.0)
     shared = shares_gradients(job, candidates)[:, None] | ~fsdp
     ranks = candidates.shards[:, None]
-    block = np.where(ranks > 1, held.stored.layer_dense[:, None], 0)
-    block = block + np.where(candidates.expert_shards > 1, held.stored.layer_expert, 0)[:, None]
-    ends = np.where(ranks > 1, held.ends, 0)
+    block = np.where(ranks > 1, params.stored.layer_dense[:, None], 0)
+    block = block + np.where(candidates.expert_shards > 1, params.stored.layer_expert, 0)[:, None]
+    ends = np.where(ranks > 1, params.ends, 0)
     gathered = job.element_bytes * (block + ends + np.maximum(block, ends) / ranks)
-    of = held.trained
-    block = np.where(ranks > 1, of.layer_dense[:, None], 0)
-    block = block + np.where(candidates.expert_shards > 1, of.layer_expert, 0)[:, None]
-    sent = job.stack.reduced_bytes * np.stack([np.broadcast_to(block, ends.shape), np.where(ranks > 1, of.ends, 0)])
+    trained = params.trained
+    block = np.where(ranks > 1, trained.layer_dense[:, None], 0)
+    block = block + np.where(candidates.expert_shards > 1, trained.layer_expert, 0)[:, None]
+    sent = job.stack.reduced_bytes * np.stack(
+        [np.broadcast_to(block, ends.shape), np.where(ranks > 1, trained.ends, 0)]
+    )
     return Pools(apart, apart * shared, fsdp * gathered, fsdp * sent)
 
 
 def in_passing(gathered: Floats, sent: Floats, room: Floats, stages: Stages) -> Floats:
     """Return the bytes in a rank's pools of parameters and gradients that are being sent, (n, R)."""
-    found: Floats = (gathered + np.where(sent > room, sent, 0.0).sum(0))[:, stages.of_rank].max(2)
-    return found
+    result: Floats = (gathered + np.where(sent > room, sent, 0.0).sum(0))[:, stages.of_rank].max(2)
+    return result
 
 
 def room(job: Job, candidates: Candidates, n_stages: int) -> Floats:
@@ -112,7 +114,7 @@ def _outsized(job: Job, candidates: Candidates, stages: Stages) -> Floats:
     """Return the bytes of a stage's matrix gradients that are larger than any activation, beyond the logits, (n, S)."""
     largest = _largest_activation(job, candidates)
     result = np.zeros((len(candidates), len(stages.layers)))
-    for block, counts in stages.of_kind.items():
+    for block, counts in stages.kind_seconds.items():
         for row in block.rows:
             n_bytes = job.stack.gradient_bytes * parameters.elements(job.model, row, candidates.tp, candidates.ep)
             result += np.where(n_bytes > largest, n_bytes, 0.0)[:, None] * counts * row.trained
@@ -150,7 +152,7 @@ def small_share(job: Job, candidates: Candidates) -> Floats:
 
     tokens = candidates.tokens(job.seq_len)
     outside = tokens / candidates.token_shards
-    for block, of_stages in pipeline.stages(job, candidates).of_kind.items():
+    for block, of_stages in pipeline.stages(job, candidates).kind_seconds.items():
         layers = float(np.sum(of_stages))
         for row in block.rows:
             add_parameter(row, layers)

@@ -112,18 +112,18 @@ def seconds(passes: Passes, job: Job, candidates: Candidates, block: BlockShape)
     """Return the seconds in which the backward pass of a layer computes the parts again; `passes`: without them."""
     spec, tokens = job.model, candidates.tokens(job.seq_len)
     parts = parts_of(job, candidates)
-    mine = _alone(parts, latent=spec.latent_attention is not None, experts=bool(block.experts))
+    recomputed = _alone(parts, latent=spec.latent_attention is not None, experts=bool(block.experts))
     places = block.norms_heads or (spec.latent_attention is not None and not block.linear)
-    spread = "mla_up" in mine or ("rope" in mine and places)
+    spread = "mla_up" in recomputed or ("rope" in recomputed and places)
     f = kernel_symbols(job, candidates, block)
     moved = {}
-    if "norms" in mine:
+    if "norms" in recomputed:
         moved["norms"] = f.T_shard * f.h * f.norms * f.norm_bytes
-    if {"activation", *_NETWORKS} & set(mine):
+    if {"activation", *_NETWORKS} & set(recomputed):
         moved["activation"] = f.T * f.inner / f.tp * f.activation_bytes
     if block.experts and {"activation", "experts", "moe_act", "moe"} & set(parts):
         moved["activation of experts"] = f.T / f.tp * f.top_k * f.expert_inner * f.activation_bytes
-    if "moe" in mine:
+    if "moe" in recomputed:
         moved["sorting of tokens"] = f.T / f.tp * f.top_k * f.h * f.permute_bytes
     if spread:
         rotated = rotation_bytes(f, job)
@@ -135,13 +135,13 @@ def seconds(passes: Passes, job: Job, candidates: Candidates, block: BlockShape)
         f.add(bytes_moved_again=ledger.total("bytes moved again", n_bytes, "B"))
         again_s = f.e / 2 * f.bytes_moved_again / f.element_rate
         terms["element-wise, again"] = f("element-wise, again", again_s, "memory bounds them", unit="s")
-    if "attention" in mine:
+    if "attention" in recomputed:
         terms |= {f"{kind}, F": passes.forward[kind] for kind in ("attention", CONTEXT) if kind in passes.forward}
-    if _NETWORKS & set(mine) and TENSOR in passes.forward:  # half of the messages are of the network
+    if _NETWORKS & set(recomputed) and TENSOR in passes.forward:  # half of the messages are of the network
         terms["messages of the network"] = passes.forward[TENSOR] / 2
-    if "moe" in mine:
+    if "moe" in recomputed:
         terms[f"{EXPERT}, F"] = passes.forward[EXPERT]
-    wanted = {group.name for group in block.matmuls if _again(group, mine, block)}
+    wanted = {group.name for group in block.matmuls if _again(group, recomputed, block)}
     for matmul in layer_matmuls(job, candidates, block, tokens) if wanted else ():
         if matmul.name in wanted:
             terms[matmul.name] = matmul.seconds(job)
@@ -163,13 +163,15 @@ def left_out(passes: Passes, job: Job, candidates: Candidates, block: BlockShape
     last, tokens = last_matmul(job, block), candidates.tokens(job.seq_len)
     if last is None:
         return {}
-    found = {
-        each.name: each.seconds(job) for each in layer_matmuls(job, candidates, block, tokens) if each.name == last.name
+    by_name = {
+        matmul.name: matmul.seconds(job)
+        for matmul in layer_matmuls(job, candidates, block, tokens)
+        if matmul.name == last.name
     }
     of_result = f"{result_of(block.regions[-1])}, "
-    sent = [each for each in passes.forward_messages.get(TENSOR, []) if each.what.startswith(of_result)]
-    found |= {message.what: message.seconds(job.cluster) for message in sent}
-    return {name: seconds for name, seconds in found.items() if np.any(seconds)}
+    sent = [message for message in passes.forward_messages.get(TENSOR, []) if message.what.startswith(of_result)]
+    by_name |= {message.what: message.seconds(job.cluster) for message in sent}
+    return {name: seconds for name, seconds in by_name.items() if np.any(seconds)}
 
 
 def record_messages(passes: Passes, job: Job, candidates: Candidates, but: Container[str]) -> None:

@@ -36,8 +36,8 @@ def reserved_bytes(job: Job, candidates: Candidates, most: float = np.inf, memo:
     if not job.stack.keeps_gradients and np.any(candidates.world == 1):
         # A single rank's gradients and pools depend on the micro-batch and on the number of them; it has few layouts.
         return memory.estimate_memory(job, candidates).reserved_bytes
-    each = np.arange(len(candidates))
-    return PairedBytes(job, candidates, candidates, memo or Memo.from_candidates(candidates)).reserved(most, each, each)
+    rows = np.arange(len(candidates))
+    return PairedBytes(job, candidates, candidates, memo or Memo.from_candidates(candidates)).reserved(most, rows, rows)
 
 
 class PairedBytes:
@@ -59,14 +59,14 @@ class PairedBytes:
         job, needed = self.job, np.zeros(len(self.passes_of))
         most *= (1 + ROUNDING) / (1 + (0.0 if job.stack.of_process else job.stack.fragmentation))
         room = np.where(self.states["most"] <= most, most - self.states["always"][:, 0], -np.inf)[self.at]
-        parts, rows = self._of_microbatches(self.passes_of, FIRST)
+        parts, rows = self._microbatch_parts(self.passes_of, FIRST)
         for number, m in enumerate(self.microbatches.tolist()):
-            mine = np.flatnonzero(self.number == number)
-            distinct, back = numbered(rows[mine])
+            places = np.flatnonzero(self.number == number)
+            distinct, back = numbered(rows[places])
             counts = pipeline.merged_moments(job, self.passes_of, m).counts_of(FIRST)
-            needed[mine] = stage_bytes.sizes_of(parts[distinct], counts).max((1, 2))[back]
-        found: NDArray[np.bool_] = needed[passes] <= room[states]
-        return found
+            needed[places] = stage_bytes.sizes_of(parts[distinct], counts).max((1, 2))[back]
+        result: NDArray[np.bool_] = needed[passes] <= room[states]
+        return result
 
     def reserved(self, most: float, states: Ints, passes: Ints) -> Floats:
         """Return the reserved bytes of the layouts, (n,); above `most` the result may be a lower bound. If states and
@@ -79,45 +79,45 @@ class PairedBytes:
             share = memory.lost_share(job, pairs)
         else:
             share = memory.lost_share(job, self.passes_of)[passes]
-        found: Floats = self.states["most"][self.at[states]] * (1 + share) - share * process
+        result: Floats = self.states["most"][self.at[states]] * (1 + share) - share * process
         for first in (True, False):  # the first rank has most in flight, mostly
-            left = np.flatnonzero(found <= most)
+            left = np.flatnonzero(result <= most)
             ranks = FIRST if first else self._others(passes[left])
             if len(left) and len(ranks):
                 peaks = self._peaks(ranks, states[left], passes[left])
-                found[left] = np.maximum(found[left], peaks * (1 + share[left]) - share[left] * process)
-        return found
+                result[left] = np.maximum(result[left], peaks * (1 + share[left]) - share[left] * process)
+        return result
 
     def _others(self, passes: Ints) -> Ints:
         """Return the ranks of pp, except the first, that can need the most memory (`pipeline.leading_ranks`)."""
         every = self.microbatches[numbered(self.number[passes])[0]].tolist()
         leading = [pipeline.leading_ranks(self.job, self.states_of, m) for m in every]
-        found = np.unique(np.concatenate([FIRST, *leading]))
-        return found[found > 0]
+        ranks = np.unique(np.concatenate([FIRST, *leading]))
+        return ranks[ranks > 0]
 
     def _peaks(self, ranks: Ints, states: Ints, passes: Ints) -> Floats:
         """Return the largest peak of live tensors and of pools on some ranks of pp, (n,)."""
-        job, found = self.job, np.zeros(len(states))
-        (of, states), (at, passes) = numbered(states), numbered(passes)
-        states_of, passes_of = self.states_of.take(of), self.passes_of.take(at)
-        (parts, rows), (sharded, lasting) = self._of_microbatches(passes_of, ranks), self._sharded(states_of, ranks)
-        always, update = (self.states[name][np.ix_(self.at[of], ranks)] for name in ("always", "update"))
+        job, peaks = self.job, np.zeros(len(states))
+        (distinct, states), (at, passes) = numbered(states), numbered(passes)
+        states_of, passes_of = self.states_of.take(distinct), self.passes_of.take(at)
+        (parts, rows), (sharded, lasting) = self._microbatch_parts(passes_of, ranks), self._sharded(states_of, ranks)
+        always, update = (self.states[name][np.ix_(self.at[distinct], ranks)] for name in ("always", "update"))
         beside = messages(job, passes_of, self.stages.of_ranks(ranks))
-        apart = PassingPools(self, ranks, self.at[of], passes_of) if pools.has_pools(job) else None
+        apart = PassingPools(self, ranks, self.at[distinct], passes_of) if pools.has_pools(job) else None
         number = self.number[at][passes]
         for m in numbered(number)[0].tolist():
-            mine = np.flatnonzero(number == m)
+            pairs = np.flatnonzero(number == m)
             counts = pipeline.merged_moments(job, states_of, int(self.microbatches[m])).counts_of(ranks)
-            (own, of_own), (theirs, of_theirs) = numbered(states[mine]), numbered(passes[mine])
-            of_step = self._of_step(states_of, passes_of, states[mine], passes[mine], counts)
+            (own, of_own), (theirs, of_theirs) = numbered(states[pairs]), numbered(passes[pairs])
+            of_step = self._step_parts(states_of, passes_of, states[pairs], passes[pairs], counts)
             lasts, passing = (
-                np.ascontiguousarray(np.moveaxis(stage_bytes.sizes_of(each, counts), 2, 0))
-                for each in (sharded[lasting[own]], parts[rows[theirs]])
+                np.ascontiguousarray(np.moveaxis(stage_bytes.sizes_of(table, counts), 2, 0))
+                for table in (sharded[lasting[own]], parts[rows[theirs]])
             )  # each (k, u, ranks)
             step = max(1, AT_ONCE // lasts[:, 0].size)
-            for begin in range(0, len(mine), step):
+            for begin in range(0, len(pairs), step):
                 some = slice(begin, begin + step)
-                state, one = states[mine[some]], passes[mine[some]]
+                state, one = states[pairs[some]], passes[pairs[some]]
                 moving = lasts.take(of_own[some], axis=1)
                 moving += passing.take(of_theirs[some], axis=1)
                 for moment, of_ranks, n_bytes in of_step:
@@ -125,13 +125,13 @@ class PairedBytes:
                 whole = np.maximum(always[state] + moving.max(0), update[state]) + beside[one]
                 if apart is not None:
                     whole += apart.in_passing(state, one)
-                found[mine[some]] = whole.max(1)
-        return found
+                peaks[pairs[some]] = whole.max(1)
+        return peaks
 
-    def _of_step(
+    def _step_parts(
         self, states_of: Candidates, passes_of: Candidates, states: Ints, passes: Ints, counts_Rkc: Floats
     ) -> list[tuple[int, Floats, Floats]]:
-        """Return the gradients of embedding and tied head that `_of_microbatches` leaves out: the number of a moment,
+        """Return the gradients of embedding and tied head that `_microbatch_parts` leaves out: the number of a moment,
         how often each rank has them then, (R,), and their bytes, (n,). They depend on the degrees of a layout and on
         whether a step has 1, 2 or more micro-batches."""
         job, stages = self.job, self.stages
@@ -142,9 +142,9 @@ class PairedBytes:
         table = self.memo.table(OF_STATES, "gradients of the ends", stages.key, splits, shared)
 
         def compute(new: Candidates) -> dict[str, Floats]:
-            held, by_number = memory.StepMemory(job, new).held, [np.full(len(new), m) for m in (1, 2, 3)]
+            params, by_number = memory.StepMemory(job, new).params, [np.full(len(new), m) for m in (1, 2, 3)]
             return {
-                name: np.stack([bytes_of(job, new, stages, held, m) for m in by_number], axis=1)
+                name: np.stack([bytes_of(job, new, stages, params, m) for m in by_number], axis=1)
                 for name, bytes_of in (("embedding", embedding_gradient), ("head", tied_gradient))
             }
 
@@ -160,7 +160,7 @@ class PairedBytes:
             for moment in np.flatnonzero(of_ranks.any(0)).tolist()
         ]
 
-    def _of_microbatches(self, candidates: Candidates, ranks: Ints) -> tuple[Floats, Ints]:
+    def _microbatch_parts(self, candidates: Candidates, ranks: Ints) -> tuple[Floats, Ints]:
         """Return a table of the parts of a micro-batch on some ranks of pp, (u, ranks, c), and each candidate's row."""
         job, stages, no_loss = self.job, self.stages.merged.of_ranks(ranks), self._without_loss(ranks)
         shared = others(candidates, NOT_OF_A_MICROBATCH | ({"loss_chunk_tokens"} if no_loss else set()))
@@ -170,9 +170,9 @@ class PairedBytes:
         alike = replace(candidates, zero=np.where(shares_gradients(job, candidates), 2, 0))
 
         def compute(new: Candidates) -> dict[str, Floats]:
-            held = memory.StepMemory(job, new, stages).held
-            of_microbatch = stage_bytes.microbatch_bytes(job, new, stages, held, self.memo, of_any_step=True)
-            return {"parts": stage_bytes.parts_of_microbatch(of_microbatch, stages)}
+            params = memory.StepMemory(job, new, stages).params
+            microbatch_bytes = stage_bytes.microbatch_bytes(job, new, stages, params, self.memo, of_any_step=True)
+            return {"parts": stage_bytes.parts_of_microbatch(microbatch_bytes, stages)}
 
         rows = table.rows(alike, compute)
         return table.values["parts"], rows
@@ -200,11 +200,11 @@ class PassingPools:
     """Pools of parameters and gradients that are being sent, on some ranks of pp, of pairs of states and passes. `at`:
     the rows of the states."""
 
-    def __init__(self, of: PairedBytes, ranks: Ints, at: Ints, passes_of: Candidates) -> None:
-        numbers = of.stages.merged.stages_of(ranks)
-        self.stages = of.stages.merged.of_ranks(ranks)
-        self.gathered, self.sent = (of.states[name][:, numbers][at] for name in ("gathered", "sent"))
-        self.room = pools.room(of.job, passes_of, len(of.stages.layers))[:, numbers]
+    def __init__(self, paired: PairedBytes, ranks: Ints, at: Ints, passes_of: Candidates) -> None:
+        numbers = paired.stages.merged.stages_of(ranks)
+        self.stages = paired.stages.merged.of_ranks(ranks)
+        self.gathered, self.sent = (paired.states[name][:, numbers][at] for name in ("gathered", "sent"))
+        self.room = pools.room(paired.job, passes_of, len(paired.stages.layers))[:, numbers]
 
     def in_passing(self, states: Ints, passes: Ints) -> Floats:
         """Return the bytes of the pools, (n, ranks)."""
@@ -216,19 +216,19 @@ def _whole_step(job: Job, candidates: Candidates) -> dict[str, Floats]:
     """Return the bytes of each rank, (n, R), without activations, temporary buffers of passes and messages: `always`,
     and while the optimizer runs; the maximum of both over all ranks, and the workspace in it, (n,). The allocator's
     separate pools are in all of them, except `gathered` and `sent`, which are of stages."""
-    held = memory.StepMemory(job, candidates)
-    always = sum((n_bytes for kind, n_bytes in held.states.items() if kind != "buffers"), np.zeros(1))
-    reduced, apart = held.reduced_bytes, {}
+    step = memory.StepMemory(job, candidates)
+    always = sum((n_bytes for kind, n_bytes in step.states.items() if kind != "buffers"), np.zeros(1))
+    reduced, apart = step.reduced_bytes, {}
     if pools.has_pools(job):
-        apart = {"gathered": held.pools.gathered, "sent": np.moveaxis(held.pools.sent, 0, 2)}
-        of_rank = held.stages.of_rank
-        always = always + held.pools.reduced[:, of_rank].sum(2)
-        reduced = held.pooled_shards.reduced[:, of_rank].sum(2)
-    update = always - held.states["gathered"] + held.update_bytes + reduced
+        apart = {"gathered": step.pools.gathered, "sent": np.moveaxis(step.pools.sent, 0, 2)}
+        of_rank = step.stages.of_rank
+        always = always + step.pools.reduced[:, of_rank].sum(2)
+        reduced = step.pooled_shards.reduced[:, of_rank].sum(2)
+    update = always - step.states["gathered"] + step.update_bytes + reduced
     return {
         "always": always,
         "update": update,
         "most": np.maximum(always, update).max(1),
-        "workspace": held.states["workspace"].max(1),
+        "workspace": step.states["workspace"].max(1),
         **apart,
     }

@@ -135,7 +135,7 @@ class Stack:
         """Return whether ZeRO-2 reduces gradients after each micro-batch, with `pp` ranks in the pipeline."""
         return not self.accumulates_whole and (pp == 1 or not self.reduces_once_in_pipelines)
 
-    def held_by_libraries(self, chip: Accelerator, *, experts: bool) -> float:
+    def library_bytes(self, chip: Accelerator, *, experts: bool) -> float:
         """Return the bytes of all workspaces on an accelerator, of a model with or without experts."""
         count = self.workspaces + self.expert_workspaces * experts
         return self.workspace_bytes + count * chip.workspace_bytes

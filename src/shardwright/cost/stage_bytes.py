@@ -60,11 +60,11 @@ def microbatch_bytes(
     job: Job,
     candidates: Candidates,
     stages: Stages,
-    held: Parameters,
+    params: Parameters,
     memo: Memo | None = None,
     of_any_step: bool = False,
 ) -> MicrobatchBytes:
-    """Return the bytes of a micro-batch in some stages; `held`: their parameters, `memo`: cached results of layers.
+    """Return the bytes of a micro-batch in some stages; `params`: their parameters, `memo`: cached results of layers.
     `of_any_step`: without the gradients of tied matrices that depend on the data axes and the number of micro-batches
     (`states.tied_gradient`, `states.embedding_gradient`)."""
     zeros = np.zeros((len(candidates), len(stages.layers)))
@@ -90,24 +90,24 @@ def microbatch_bytes(
     logits, waiting_logits, loss = (zeros.copy() for _ in range(3))
     logits[:, -1], waiting_logits[:, -1] = around.logits, around.waiting_logits
     # The head's backward pass has the gradients of the logits and of its matrix.
-    head = held.trained.head * states.weight_gradient_bytes(job)
+    head = params.trained.head * states.weight_gradient_bytes(job)
     loss[:, -1] = np.maximum(around.loss, head + around.to_head - around.freed)
     if candidates.shared.offload_activations == "cpu":
         # The layer that runs, and the layer whose activations are being copied.
-        n_layers = np.array([len(each) for each in stages.layers])
+        n_layers = np.array([len(numbers) for numbers in stages.layers])
         working = working + np.minimum(n_layers, 2) * largest
         loss[:, -1] += largest[:, -1]
     of_a_block = (
         np.min([layer.kept for _, layer in layers], axis=0),
         np.max([layer.working for _, layer in layers], axis=0),
     )
-    gradients = states.moving_gradients(job, candidates, stages, held, *of_a_block, of_any_step=of_any_step)
+    gradients = states.moving_gradients(job, candidates, stages, params, *of_a_block, of_any_step=of_any_step)
     if ledger.recording():
         _note_stages(stages, kept, around, layers)
     embedding = zeros.copy()
     if not of_any_step:
         microbatches = candidates.microbatches(job.global_batch)
-        embedding[:, 0] = states.embedding_gradient(job, candidates, stages, held, microbatches)
+        embedding[:, 0] = states.embedding_gradient(job, candidates, stages, params, microbatches)
     last_norm = zeros.copy()
     if not candidates.kind.splits_backward:  # else W reads it
         last_norm[:, -1] = around.last
@@ -192,8 +192,8 @@ def _note_stages(
                 inputs[name] = layer.kept - layer.experts
         ends = {"dropout_mask": around.first * (stage == 0), "sent_on": around.sent * (stage < last)}
         ends["around_the_last_norm"] = around.last * (stage == last)
-        there = {name: n_bytes for name, n_bytes in ends.items() if np.any(n_bytes)}
-        formula = " + ".join([*terms, *there])
+        nonzero = {name: n_bytes for name, n_bytes in ends.items() if np.any(n_bytes)}
+        formula = " + ".join([*terms, *nonzero])
         if stage > 0 and np.any(around.received):
-            formula, there["in_a_buffer"] = f"{formula} - in_a_buffer", around.received
-        ledger.note(f"kept in stage {stage}", formula, kept[:, stage], "B", "of a microbatch", **inputs, **there)
+            formula, nonzero["in_a_buffer"] = f"{formula} - in_a_buffer", around.received
+        ledger.note(f"kept in stage {stage}", formula, kept[:, stage], "B", "of a microbatch", **inputs, **nonzero)

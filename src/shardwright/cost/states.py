@@ -43,11 +43,11 @@ from shardwright.optimizers import OFFLOAD_CHUNK_BYTES
 from shardwright.split.compression import powersgd_rank
 
 
-def rank_state_bytes(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> dict[str, Floats]:
+def rank_state_bytes(job: Job, candidates: Candidates, stages: Stages, params: Parameters) -> dict[str, Floats]:
     """Return the bytes by kind, each (n, R)."""
     stack, has_master = job.stack, job.precision != "fp32"
     sharded = candidates.zero == 3
-    f = _formulas(job, candidates, stages, held)
+    f = _formulas(job, candidates, stages, params)
     f.add(
         kept_weights=~(sharded & (stack.gathers_master and has_master))[:, None] + 0,
         fp8_weight_bytes=stack.fp8_weight_bytes * (job.precision == "fp8"),
@@ -55,12 +55,12 @@ def rank_state_bytes(job: Job, candidates: Candidates, stages: Stages, held: Par
         gathers_all=_holds_stage(candidates)[:, None] + 0,
         always_two=int(stack.gathers_in_loss),
         always=keeps_gradients(job, candidates)[:, None] + 0,
-        layers=np.array([len(each) for each in stages.layers])[stages.of_rank].sum(1),
-        largest_layer=(held.stored.layer_dense + held.stored.layer_expert)[:, None],
+        layers=np.array([len(layers) for layers in stages.layers])[stages.of_rank].sum(1),
+        largest_layer=(params.stored.layer_dense + params.stored.layer_expert)[:, None],
     )
-    workspace = stack.held_by_libraries(job.cluster.accelerator, experts=job.model.moe is not None)
+    workspace = stack.library_bytes(job.cluster.accelerator, experts=job.model.moe is not None)
 
-    weights = _sharded(f, candidates, sharded, job.element_bytes, of=_stored(f))
+    weights = _sharded(f, candidates, sharded, job.element_bytes, counts=_stored(f))
     if job.precision == "fp8":
         weights = weights + (f.P + f.Q - f.ends) * f.fp8_weight_bytes
     weights = weights * f.kept_weights
@@ -69,14 +69,14 @@ def rank_state_bytes(job: Job, candidates: Candidates, stages: Stages, held: Par
     weights = f("weights", weights, _ZERO)
     if has_master or not stack.gathers_master:
         master_bytes = stack.master_bytes * has_master
-        master = f("master", _sharded(f, candidates, candidates.zero >= 1, master_bytes, of=_trained(f)), _ZERO)
+        master = f("master", _sharded(f, candidates, candidates.zero >= 1, master_bytes, counts=_trained(f)), _ZERO)
     else:
-        master = _shards_beside(candidates, f)
+        master = _shard_copies(candidates, f)
     of_gradient = stack.reduced_bytes if stack.accumulates_whole else stack.gradient_bytes
     shares = shares_gradients(job, candidates)
-    gradients = _sharded(f, candidates, shares, of_gradient, of=_trained(f)) * f.always
+    gradients = _sharded(f, candidates, shares, of_gradient, counts=_trained(f)) * f.always
     gradients = f("gradients kept", gradients, _ZERO)
-    found = {
+    kinds = {
         "weights": weights,
         "master": master,
         "gradients": _with_errors(job, candidates, stages, f, gradients),
@@ -90,9 +90,9 @@ def rank_state_bytes(job: Job, candidates: Candidates, stages: Stages, held: Par
     nothing = np.zeros(shape)
     if candidates.shared.offload_parameters == "cpu":
         ledger.note("shards on the host", "", np.zeros(1), "B", "master weights, kept weights, reduced gradients")
-        found |= {"weights": np.where(sharded[:, None], 0.0, found["weights"]), "master": nothing}
-        found["gradients"] = np.where(shares_gradients(job, candidates)[:, None], 0.0, found["gradients"])
-    return {kind: np.broadcast_to(n_bytes, shape) for kind, n_bytes in found.items()}
+        kinds |= {"weights": np.where(sharded[:, None], 0.0, kinds["weights"]), "master": nothing}
+        kinds["gradients"] = np.where(shares_gradients(job, candidates)[:, None], 0.0, kinds["gradients"])
+    return {kind: np.broadcast_to(n_bytes, shape) for kind, n_bytes in kinds.items()}
 
 
 def messages(job: Job, candidates: Candidates, stages: Stages) -> Floats:
@@ -110,7 +110,7 @@ def messages(job: Job, candidates: Candidates, stages: Stages) -> Floats:
     return f("buffers", f.messages * f.T_shard * f.h * f.e)
 
 
-def _shards_beside(candidates: Candidates, f: Formulas) -> Floats:
+def _shard_copies(candidates: Candidates, f: Formulas) -> Floats:
     """Return the bytes of the fp32 shards from which zero 1 and 2 gather the weights once a step. FSDP2 gathers them
     into separate tensors; a single rank's shard is the weight itself."""
     gathered = (candidates.zero == 1) | (candidates.zero == 2)
@@ -165,26 +165,33 @@ def _with_errors(job: Job, candidates: Candidates, stages: Stages, f: Formulas, 
     return f("gradients and errors", f.gradients_kept + 4 * errors, "arXiv 1905.13727; arXiv 1809.07599")
 
 
-def optimizer_step(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> Floats:
+def optimizer_step(job: Job, candidates: Candidates, stages: Stages, params: Parameters) -> Floats:
     """Return the temporary buffers of the optimizer, in bytes, (n, R)."""
-    f = _formulas(job, candidates, stages, held)
-    return f("working", _sharded(f, candidates, candidates.zero >= 1, job.stack.step_bytes, of=_trained(f)), _ZERO)
+    f = _formulas(job, candidates, stages, params)
+    return f("working", _sharded(f, candidates, candidates.zero >= 1, job.stack.step_bytes, counts=_trained(f)), _ZERO)
 
 
-def _formulas(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> Formulas:
+def _formulas(job: Job, candidates: Candidates, stages: Stages, params: Parameters) -> Formulas:
     """Return formulas with the parameters of each rank as inputs, (n, R): P dense ones, Q in experts. Of P, `ends` are
     in no layer. With adapters A and `A_in_experts` of them are trained; `hidden` are in trained hidden matrices."""
-    of = held.trained
+    with_gradients = params.trained
     dense, expert, ends, hidden, trained, trained_experts = (
         part[:, stages.of_rank].sum(2).astype(np.float64)
-        for part in (held.dense, held.expert, held.ends, of.hidden, of.dense, of.expert)
+        for part in (
+            params.dense,
+            params.expert,
+            params.ends,
+            with_gradients.hidden,
+            with_gradients.dense,
+            with_gradients.expert,
+        )
     )
     f = Formulas("B", P=dense, Q=expert, ends=ends, e=job.element_bytes, h=job.model.d_model, hidden=hidden)
-    if held.of_trained is not None:
+    if params.of_trained is not None:
         f.add(A=trained, A_in_experts=trained_experts)
-    if held.of_stored is not None:
+    if params.of_stored is not None:
         of_rank = (
-            part[:, stages.of_rank].sum(2).astype(np.float64) for part in (held.stored.dense, held.stored.expert)
+            part[:, stages.of_rank].sum(2).astype(np.float64) for part in (params.stored.dense, params.stored.expert)
         )
         f.add(dict(zip(("P_stored", "Q_stored"), of_rank, strict=True)))
     return f
@@ -213,7 +220,7 @@ def _optimizer(job: Job, candidates: Candidates, stages: Stages, f: Formulas) ->
         return _means(job, candidates, stages, f)
     if job.optimizer_kind.in_blocks:
         return _in_blocks(job, candidates, stages, f)
-    states = _sharded(f, candidates, sharded, n_bytes, of=_trained(f))
+    states = _sharded(f, candidates, sharded, n_bytes, counts=_trained(f))
     if job.n_matrix_states != job.n_optimizer_states:
         f.add(matrix_bytes=job.n_matrix_states * job.state_bytes)
         matrices = f.hidden / f.ranks + _trained(f)[1] / f.expert_ranks
@@ -226,7 +233,7 @@ def _means(job: Job, candidates: Candidates, stages: Stages, f: Formulas) -> Flo
     means over each row; means over each column are on every rank. It shards whole experts, and both their means."""
     counts = parameters.means(job.model, stages, candidates.tp, candidates.ep)
     names = ("by_row", "by_column", "expert_means")
-    f.add({name: each[:, stages.of_rank].sum(2) for name, each in zip(names, counts, strict=True)})
+    f.add({name: count[:, stages.of_rank].sum(2) for name, count in zip(names, counts, strict=True)})
     _share(f, candidates, candidates.zero >= 1)
     f.add(state_bytes=job.state_bytes)
     means = f.by_row / f.ranks + f.by_column + f.expert_means / f.expert_ranks
@@ -238,7 +245,7 @@ def _in_blocks(job: Job, candidates: Candidates, stages: Stages, f: Formulas) ->
     block of a row, others as usual. If tp shards a matrix's columns, every tp rank has all scales of its rows."""
     counts = parameters.in_blocks(job, stages, candidates.tp, candidates.ep)
     names = ("coded", "scales", "expert_coded", "expert_scales")
-    f.add({name: each[:, stages.of_rank].sum(2) for name, each in zip(names, counts, strict=True)})
+    f.add({name: count[:, stages.of_rank].sum(2) for name, count in zip(names, counts, strict=True)})
     _share(f, candidates, candidates.zero >= 1)
     f.add(states=job.n_optimizer_states, element=job.stack.state_bytes)
     P, Q = _trained(f)
@@ -256,7 +263,7 @@ def _averages(job: Job, candidates: Candidates, f: Formulas) -> Floats:
     if not job.averages or averages_on_host(job, candidates):
         return np.zeros((1, 1))
     n_bytes = job.averages * max(job.stack.master_bytes, job.stack.state_bytes)
-    return f("averages", _sharded(f, candidates, candidates.zero >= 1, n_bytes, of=_trained(f)), _ZERO)
+    return f("averages", _sharded(f, candidates, candidates.zero >= 1, n_bytes, counts=_trained(f)), _ZERO)
 
 
 def averages_on_host(job: Job, candidates: Candidates) -> bool:
@@ -265,13 +272,13 @@ def averages_on_host(job: Job, candidates: Candidates) -> bool:
 
 
 def _sharded(
-    f: Formulas, candidates: Candidates, shared: NDArray[np.bool_], n_bytes: float, of: tuple[Floats, Floats]
+    f: Formulas, candidates: Candidates, shared: NDArray[np.bool_], n_bytes: float, counts: tuple[Floats, Floats]
 ) -> Floats:
-    """Return `n_bytes` for each of the dense parameters and parameters in experts `of`, sharded for the candidates in
-    `shared`."""
+    """Return `n_bytes` for each dense parameter and parameter of experts, whose numbers are `counts`; sharded for the
+    candidates in `shared`."""
     _share(f, candidates, shared)
     f.add(n_bytes=n_bytes)
-    P, Q = of
+    P, Q = counts
     return f.n_bytes * (P / f.ranks + Q / f.expert_ranks)
 
 
@@ -285,7 +292,7 @@ def moving_gradients(
     job: Job,
     candidates: Candidates,
     stages: Stages,
-    held: Parameters,
+    params: Parameters,
     kept: Floats,
     working: Floats,
     of_any_step: bool = False,
@@ -304,33 +311,33 @@ def moving_gradients(
     a step, the accumulated gradients of the running block and of a tied head do not exist yet.
     Ignored with activations on the host: their copies take some 0.8 of a layer more than is counted for them.
     """
-    held = held.trained
-    stack, layer = job.stack, held.layer_dense + held.layer_expert
+    params = params.trained
+    stack, layer = job.stack, params.layer_dense + params.layer_expert
     f = Formulas(
-        "B", e=job.element_bytes, largest_layer=layer, largest_matmul=held.matrix, reduced_bytes=stack.reduced_bytes,
+        "B", e=job.element_bytes, largest_layer=layer, largest_matmul=params.matrix, reduced_bytes=stack.reduced_bytes,
         weight_gradient_bytes=weight_gradient_bytes(job), kept_by_a_block=kept, working_of_a_block=working,
-        several=stages.several, head=held.head,
+        several=stages.several, head=params.head,
     )  # fmt: skip
     shared = shares_gradients(job, candidates)[:, None]
-    found = np.zeros(held.ends.shape)
+    result = np.zeros(params.ends.shape)
     matrix = f("gradient of a matmul", f.weight_gradient_bytes * f.largest_matmul)
     if np.any(shared):
         name, of_layer = "gradients of a layer", (f.e + f.reduced_bytes) * f.largest_layer
-        if not np.any(held.layer_expert):
+        if not np.any(params.layer_expert):
             reduced = f.several * np.maximum(f.reduced_bytes * f.largest_layer - f.kept_by_a_block, 0)
             done = of_layer - f.kept_by_a_block - f.working_of_a_block
             name, of_layer = "gradients beside a layer", np.maximum(f.gradient_of_a_matmul + reduced, done)
-        found += f(name, of_layer)[:, None]
-        found[:, -1] = f(f"{name} and the head", f[name] + f.e * f.head, "last stage")
+        result += f(name, of_layer)[:, None]
+        result[:, -1] = f(f"{name} and the head", f[name] + f.e * f.head, "last stage")
     if stack.keeps_gradients:
-        return np.where(shared, found, matrix[:, None])
+        return np.where(shared, result, matrix[:, None])
     alone = (candidates.world == 1) & ~uses_fsdp(job, candidates) & ~keeps_gradients(job, candidates)
     on_device = candidates.shared.offload_activations == "none"
     alone &= on_device
-    tied_head = held.head * (_is_tied(job, stages) and on_device)
+    tied_head = params.head * (_is_tied(job, stages) and on_device)
     if of_any_step:
         least = matrix + tied_head * min(0.0, weight_gradient_bytes(job) - stack.gradient_bytes)
-        return np.where(shared, found, least[:, None])
+        return np.where(shared, result, least[:, None])
     f.add(
         gradient_bytes=stack.gradient_bytes, tied_head=tied_head, alone=alone + 0,
         first_pass=(candidates.microbatches(job.global_batch) == 1) * (1 - keeps_gradients(job, candidates)),
@@ -338,10 +345,10 @@ def moving_gradients(
     not_yet = f.first_pass * f.gradient_bytes * (f.alone * f.largest_layer + f.tied_head)
     of_head = f.weight_gradient_bytes * f.tied_head
     own = f("gradients beside those of other layers", f.gradient_of_a_matmul + of_head - not_yet)
-    return np.where(shared, found, own[:, None])
+    return np.where(shared, result, own[:, None])
 
 
-def tied_gradient(job: Job, candidates: Candidates, stages: Stages, held: Parameters, microbatches: Ints) -> Floats:
+def tied_gradient(job: Job, candidates: Candidates, stages: Stages, params: Parameters, microbatches: Ints) -> Floats:
     """Return the bytes by which `moving_gradients` of candidates exceeds the least of any step, (n,). They are of more
     than one rank. `microbatches`, (n,): of a step."""
     stack, n_bytes = job.stack, weight_gradient_bytes(job)
@@ -349,11 +356,11 @@ def tied_gradient(job: Job, candidates: Candidates, stages: Stages, held: Parame
         return np.zeros(len(candidates))
     absent = (microbatches == 1) & ~keeps_gradients(job, candidates)
     above_least = n_bytes - absent * stack.gradient_bytes - min(0.0, n_bytes - stack.gradient_bytes)
-    return np.where(shares_gradients(job, candidates), 0.0, held.trained.head * above_least)
+    return np.where(shares_gradients(job, candidates), 0.0, params.trained.head * above_least)
 
 
 def embedding_gradient(
-    job: Job, candidates: Candidates, stages: Stages, held: Parameters, microbatches: Ints
+    job: Job, candidates: Candidates, stages: Stages, params: Parameters, microbatches: Ints
 ) -> Floats:
     """Return the bytes that the gradient of the embedding adds before it is accumulated, (n,). `microbatches`, (n,): of
     a step; from 3 on the result is the same.
@@ -375,11 +382,11 @@ def embedding_gradient(
     # The gradients of replicas are summed in the type of the reduction, and divided into a third tensor, at the end.
     divided = reduces & ~shared & ~late & (candidates.gradient_ranks > 1)
     n_bytes = np.maximum(tensors, divided * 3 * stack.reduced_bytes) - absent * once
-    layer = held.trained.layer_dense + held.trained.layer_expert
-    of_layers = (held.dense + held.expert - np.where(divided[:, None], 0, held.ends))[:, 0]
+    layer = params.trained.layer_dense + params.trained.layer_expert
+    of_layers = (params.dense + params.expert - np.where(divided[:, None], 0, params.ends))[:, 0]
     freed = (m == 1) & (candidates.zero < 3) & reduces
     in_fsdp = (reduces & ~divided) * stack.reduced_bytes * layer - freed * job.element_bytes * of_layers
-    return np.maximum(0.0, held.trained.head * n_bytes + in_fsdp)
+    return np.maximum(0.0, params.trained.head * n_bytes + in_fsdp)
 
 
 def _is_tied(job: Job, stages: Stages) -> bool:
@@ -392,32 +399,32 @@ def weight_gradient_bytes(job: Job) -> float:
     return job.stack.weight_gradient_bytes * job.element_bytes / 2
 
 
-def stage_state_bytes(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> tuple[Floats, ...]:
+def stage_state_bytes(job: Job, candidates: Candidates, stages: Stages, params: Parameters) -> tuple[Floats, ...]:
     """Return the bytes of a stage that exist for a part of the step, each (n, S): its gradients while they accumulate,
     and once they are complete; the current block and the next one, as ZeRO-3 gathers them for a pass; and the last
     block, which is on its way while the backward pass of the head runs. A chunked loss runs that pass earlier; in a
     loss that copies logits, the copies are larger and are freed by then."""
-    each = job.stack.gradient_bytes * ~keeps_gradients(job, candidates)[:, None]
-    found = []
+    element_bytes = job.stack.gradient_bytes * ~keeps_gradients(job, candidates)[:, None]
+    gradients = []
     for sharded in (shares_gradients(job, candidates), candidates.zero >= 1):
         ranks, expert_ranks = (
             np.where(sharded, over, 1)[:, None] for over in (candidates.shards, candidates.expert_shards)
         )
-        found.append(each * (held.trained.dense / ranks + held.trained.expert / expert_ranks))
+        gradients.append(element_bytes * (params.trained.dense / ranks + params.trained.expert / expert_ranks))
     if candidates.shared.offload_parameters == "cpu":
         # Shards go to the host once they are reduced: over replicas in the last micro-batch.
         waits = waits_for_replicas(candidates.shared) & (candidates.dp_replicate > 1)
         stays = ~shares_gradients(job, candidates) | waits
-        found = [found[0] * stays[:, None], 0.0 * found[1]]
-    largest = np.max([(dense + expert)[:, None] * (stages.of_kind[block] > 0)
-                      for block, (dense, expert) in held.stored.of_block.items()], axis=0)  # fmt: skip
+        gradients = [gradients[0] * stays[:, None], 0.0 * gradients[1]]
+    largest = np.max([(dense + expert)[:, None] * (stages.kind_seconds[block] > 0)
+                      for block, (dense, expert) in params.stored.of_block.items()], axis=0)  # fmt: skip
     gathers = (candidates.zero == 3) & ~_holds_stage(candidates) & (not job.stack.gathers_in_loss)
     two = np.minimum([len(layers) for layers in stages.layers], 2)
     gathered = job.element_bytes * gathers[:, None] * largest
     for_head = np.zeros_like(gathered)
     if job.stack.logits_together and not candidates.shared.loss_chunk_tokens:
         for_head[:, -1] = gathered[:, -1]
-    return found[0], found[1], gathered * two, for_head
+    return gradients[0], gradients[1], gathered * two, for_head
 
 
 def keeps_gradients(job: Job, candidates: Candidates) -> NDArray[np.bool_]:

@@ -75,21 +75,21 @@ def step_time(job: Job, candidates: Candidates, *, simulated: bool = True, memo:
     most = work.argmax(axis=1)
     with ledger.section(BUSIEST if candidates.pp > 1 else "Work of a rank"):
         parts = {kind: m * seconds for kind, seconds in stages.of_rank(most).items()}
-        mine = np.take_along_axis(work, most[:, None], 1)[:, 0]
+        most_work = np.take_along_axis(work, most[:, None], 1)[:, 0]
         if ledger.recording():
             stages.note(int(most[0]), m, parts)
-            ledger.total("work", parts, value=mine)
-        parts[PIPELINE] = _waiting(job, candidates, span, mine)
-    held = _rank_parameters(job, candidates, memo if remembers(memo, job) else None)
+            ledger.total("work", parts, value=most_work)
+        parts[PIPELINE] = _waiting(job, candidates, span, most_work)
+    params = _rank_parameters(job, candidates, memo if remembers(memo, job) else None)
     with ledger.section("Data parallel, rank with most parameters"):
         beside = OverlappedPasses.from_schedule(
             job, candidates, m, stages.passes_of_ranks(), span[:, None] - ends, stages.note_passes
         )
-        parts[DATA] = data_parallel(job, candidates, held, m, beside)
+        parts[DATA] = data_parallel(job, candidates, params, m, beside)
     with ledger.section("Step"):
-        parts["optimizer"] = optimizer_step(job, candidates, held)
+        parts["optimizer"] = optimizer_step(job, candidates, params)
         if candidates.shared.place_experts_every:
-            parts[PLACEMENT] = expert_moves(job, candidates, held)
+            parts[PLACEMENT] = expert_moves(job, candidates, params)
         rest = StepTime(parts, most).total_s
         share = stragglers(job, candidates)
         ledger.total("all but stragglers", parts, value=rest)
@@ -115,8 +115,8 @@ def _rank_parameters(job: Job, candidates: Candidates, memo: Memo | None) -> Ran
     """Return the parameters of the rank with the most, from the memo if it has them."""
     if memo is None:
         return rank_parameters(job, candidates)
-    of = pipeline.stages(job, candidates).key
-    table = memo.table(OF_STATES, "parameters of a rank", of, others(candidates, NOT_OF_STATES))
+    stages_key = pipeline.stages(job, candidates).key
+    table = memo.table(OF_STATES, "parameters of a rank", stages_key, others(candidates, NOT_OF_STATES))
     rows = table.rows(candidates, lambda new: rank_parameters(job, new)._asdict())
     return RankParameters(**{name: values[rows] for name, values in table.values.items()})
 
@@ -148,18 +148,20 @@ class StagePasses:
         first[0], last[-1] = 1, 1 + job.model.mtp_modules
         first[-1] += job.model.mtp_modules
         self.work: list[tuple[Passes, Ints]] = [
-            (self._of("the embedding", candidates, partial(embedding, job)), first),
-            (self._of("the head", candidates, partial(head, job), NOT_OF_A_PASS), last),
+            (self._part_passes("the embedding", candidates, partial(embedding, job)), first),
+            (self._part_passes("the head", candidates, partial(head, job), NOT_OF_A_PASS), last),
         ]
         self.work += [
             (
-                self._of(alike.name, alike.candidates, partial(layer, job, block=alike.block, name=alike.name)),
+                self._part_passes(
+                    alike.name, alike.candidates, partial(layer, job, block=alike.block, name=alike.name)
+                ),
                 alike.counts,
             )
             for alike in pipeline.layers_alike(job, candidates, cut)
         ]
 
-    def _of(
+    def _part_passes(
         self, part: str, candidates: Candidates, compute: Callable[[Candidates], Passes], but: set[str] = NOT_OF_A_LAYER
     ) -> Passes:
         return compute(candidates) if self.memo is None else self.memo.passes(candidates, part, but, compute)
@@ -197,23 +199,23 @@ class StagePasses:
 
     def of_rank(self, rank: Ints) -> dict[str, Floats]:
         """Return the seconds of one micro-batch on a rank of `pp` of each candidate, by kind: {kind: (n,)}."""
-        found: dict[str, Floats] = {}
+        totals: dict[str, Floats] = {}
         for passes, count in self.work:
-            share = self.of_each_rank(count)[rank]
+            share = self.sum_per_rank(count)[rank]
             for part in (passes.forward, passes.backward_input, passes.weight):
                 for kind, seconds in part.items():
-                    found[kind] = found.get(kind, 0.0) + seconds * share
+                    totals[kind] = totals.get(kind, 0.0) + seconds * share
         if self.job.stack.speed.blocking_sends and self.candidates.pp > 1:
-            n_stages = self.of_each_rank(np.ones(self.n_stages, dtype=int))[rank]
-            found["messages"] = 2 * self.message * n_stages
-        return found
+            n_stages = self.sum_per_rank(np.ones(self.n_stages, dtype=int))[rank]
+            totals["messages"] = 2 * self.message * n_stages
+        return totals
 
     def passes_of_ranks(self) -> tuple[Floats, Floats]:
         """Return the seconds of the forward and of the backward pass of one micro-batch on each rank, (n, R)."""
         shape = (len(self.candidates), self.candidates.pp)
         forward, backward = np.zeros(shape), np.zeros(shape)
         for passes, count in self.work:
-            share = self.of_each_rank(count)
+            share = self.sum_per_rank(count)
             f, i, w = (seconds[..., None] for seconds in passes.totals)
             forward += f * share
             backward += (i + w) * share
@@ -221,55 +223,55 @@ class StagePasses:
 
     def note(self, rank: int, m: Ints, parts: dict[str, Floats]) -> None:
         """Record the work of one candidate's rank of `pp`: `parts` of a step, and its passes of a micro-batch."""
-        held = pipeline.stages(self.job, self.candidates)
-        mine = held.of_rank[rank].tolist()
-        told = ", ".join(f"{stage} with {len(held.layers[stage])}" for stage in mine)
-        layers = float(sum(len(held.layers[stage]) for stage in mine))
-        every = [len(stage) for stage in held.layers]
+        pp_stages = pipeline.stages(self.job, self.candidates)
+        own_stages = pp_stages.of_rank[rank].tolist()
+        listed = ", ".join(f"{stage} with {len(pp_stages.layers[stage])}" for stage in own_stages)
+        layers = float(sum(len(pp_stages.layers[stage]) for stage in own_stages))
+        every = [len(stage) for stage in pp_stages.layers]
         ledger.note("layers of all stages", " + ".join(map(str, every)), sum(every), "layers", "split/stages.py")
-        ledger.note("layers of the rank", "", layers, "layers", f"rank {rank} of pp; of its stages {told}")
-        there = [(passes, float(self.of_each_rank(count)[rank])) for passes, count in self.work]
+        ledger.note("layers of the rank", "", layers, "layers", f"rank {rank} of pp; of its stages {listed}")
+        shares = [(passes, float(self.sum_per_rank(count)[rank])) for passes, count in self.work]
         for kind, seconds in parts.items():
             if kind == "messages":
-                stages = len(mine) / len(self.candidates.shared.ways)
+                stages = len(own_stages) / len(self.candidates.shared.ways)
                 ledger.note(
                     kind, "m * 2 * stages * message_between_stages", seconds, "s", "waits for them", m=m,
                     stages=stages, message_between_stages=self.message,
                 )  # fmt: skip
                 continue
-            terms = {f"{kind} of {passes.of}": (share, passes.of_kind(kind)) for passes, share in there}
+            terms = {f"{kind} of {passes.part}": (share, passes.kind_seconds(kind)) for passes, share in shares}
             _note_shares(kind, terms, seconds, m)
 
     def note_passes(self, rank: int) -> None:
         """Record the passes of a micro-batch on a rank of the one candidate."""
-        there = [(passes, float(self.of_each_rank(count)[rank])) for passes, count in self.work]
+        shares = [(passes, float(self.sum_per_rank(count)[rank])) for passes, count in self.work]
         for name, seconds in zip((F, I_AND_W), self.passes_of_ranks(), strict=True):
-            totals = {passes.of: dict(zip("FIW", passes.totals, strict=True)) for passes, _ in there}
+            totals = {passes.part: dict(zip("FIW", passes.totals, strict=True)) for passes, _ in shares}
             terms = {
-                f"{each} of {passes.of}": (share, totals[passes.of][each])
-                for passes, share in there
-                for each in name.removesuffix(" of a microbatch").split(" and ")
+                f"{kind} of {passes.part}": (share, totals[passes.part][kind])
+                for passes, share in shares
+                for kind in name.removesuffix(" of a microbatch").split(" and ")
             }
             _note_shares(name, terms, seconds[:, rank])
 
-    def of_each_rank(self, count: Ints) -> Floats:
+    def sum_per_rank(self, count: Ints) -> Floats:
         """Return (R,): the sum of `count`, a number for every stage, over the stages of each rank on the route of a
         micro-batch, averaged over the routes."""
         routes = self.candidates.shared.ways
-        found = np.zeros(self.candidates.pp)
+        per_rank = np.zeros(self.candidates.pp)
         for route in routes:
-            np.add.at(found, list(route), count / len(routes))
-        return found
+            np.add.at(per_rank, list(route), count / len(routes))
+        return per_rank
 
 
 def _note_shares(
     what: str, terms: dict[str, tuple[float, Floats]], value: Floats, microbatches: Ints | None = None
 ) -> None:
     """Record a sum of entries, each with its factor; with `microbatches`, multiplied by their number."""
-    there = ledger.identified({name: each for name, each in terms.items() if each[0] and np.any(each[1])})
-    if there:
-        formula = " + ".join(f"{times:g} * {name}" for name, (times, _) in there.items())
-        inputs: ledger.Inputs = {name: each for name, (_, each) in there.items()}
+    nonzero = ledger.identified({name: term for name, term in terms.items() if term[0] and np.any(term[1])})
+    if nonzero:
+        formula = " + ".join(f"{times:g} * {name}" for name, (times, _) in nonzero.items())
+        inputs: ledger.Inputs = {name: seconds for name, (_, seconds) in nonzero.items()}
         if microbatches is not None:
             formula, inputs["m"] = f"m * ({formula})", microbatches
         ledger.note(what, formula, value, **inputs)
@@ -326,26 +328,26 @@ def estimate(job: Job, layout: Layout, micro_batch: int = 1, recompute: str | No
     this job: rules of the model, the size of the cluster, the batch, the schedule.
     """
     values = {name: getattr(layout, name) for name in KEYS}
-    wrong = [
+    reasons = [
         f"layout.{name}={value}: there is no price for it, the cost model has no formulas"
         for name, value in values.items()
         if value in KEYS[name].not_priced()
     ]
-    if wrong:
-        raise LayoutError(*wrong)
-    wrong = [
+    if reasons:
+        raise LayoutError(*reasons)
+    reasons = [
         *problems(job.model, layout, job.seq_len),
         *job.offload_problems(layout.offload_optimizer, layout.offload_parameters, layout.offload_activations),
     ]
-    wrong += compression.problems(job, layout)
+    reasons += compression.problems(job, layout)
     if layout.world_size != job.cluster.size:
         degrees = " x ".join(str(layout.degree(axis)) for axis in DENSE_AXES)
-        wrong.append(
+        reasons.append(
             f"{' x '.join(DENSE_AXES)} = {degrees} = {layout.world_size} ranks, and {job.cluster.name} has "
             f"{job.cluster.size} accelerators; change the degrees so that they multiply to that"
         )
-    with collecting(wrong, LayoutError):
-        wrong += schedule_problems(layout, accumulation(job.global_batch, micro_batch, layout.data_ranks))
-    if wrong:
-        raise LayoutError(*wrong)
+    with collecting(reasons, LayoutError):
+        reasons += schedule_problems(layout, accumulation(job.global_batch, micro_batch, layout.data_ranks))
+    if reasons:
+        raise LayoutError(*reasons)
     return Estimate(job, Candidates.from_layout(layout, micro_batch, recompute))

@@ -24,23 +24,23 @@ def step_messages(job: Job, candidates: Candidates, rank: int) -> list[PricedMes
     Sends are included only if they leave the rank."""
     m = int(candidates.microbatches(job.global_batch)[0])
     stages = StagePasses(job, candidates)
-    found = [
-        replace(message, calls=message.calls * m * float(stages.of_each_rank(count)[rank]))
+    messages = [
+        replace(message, calls=message.calls * m * float(stages.sum_per_rank(count)[rank]))
         for passes, count in stages.work
         for message in passes.messages
     ]
-    found += _between_stages(job, candidates, rank, m)
-    held = data_parallel.rank_parameters(job, candidates, rank)
-    end = (held.end_groups == 1).astype(np.int64)
+    messages += _between_stages(job, candidates, rank, m)
+    params = data_parallel.rank_parameters(job, candidates, rank)
+    end = (params.end_groups == 1).astype(np.int64)
     data = [
         replace(message, calls=message.calls * times)
-        for times, what, group in _collectives(job, candidates, held, m)
+        for times, what, group in _collectives(job, candidates, params, m)
         for message in data_parallel.data_messages(job, candidates.shared, what, group)
     ]
-    data += [*data_parallel.replica_messages(job, candidates, held, end), *compression.messages(candidates, held)]
-    found += [replace(message, work=DATA) for message in data]
+    data += [*data_parallel.replica_messages(job, candidates, params, end), *compression.messages(candidates, params)]
+    messages += [replace(message, work=DATA) for message in data]
     return [
-        message for message in found if np.all(message.size * np.sign(message.calls) * np.sign(message.n_bytes) > 1)
+        message for message in messages if np.all(message.size * np.sign(message.calls) * np.sign(message.n_bytes) > 1)
     ]
 
 
@@ -49,10 +49,10 @@ def shards_over_link(job: Job, candidates: Candidates, rank: int) -> dict[str, t
     `pp` in a step of one layout, and their bytes; else an empty dict."""
     if candidates.shared.offload_parameters == "none":
         return {}
-    held = data_parallel.rank_parameters(job, candidates, rank)
+    params = data_parallel.rank_parameters(job, candidates, rank)
     calls: Counter[str] = Counter()
     elements: Counter[str] = Counter()
-    for times, what, group in _collectives(job, candidates, held, int(candidates.microbatches(job.global_batch)[0])):
+    for times, what, group in _collectives(job, candidates, params, int(candidates.microbatches(job.global_batch)[0])):
         reduced = what in (data_parallel.SCATTERED, data_parallel.ACROSS)
         where = "to the host" if reduced else "to the device"
         n, count = data_parallel.over_link(candidates.shared, what, group)
@@ -62,13 +62,13 @@ def shards_over_link(job: Job, candidates: Candidates, rank: int) -> dict[str, t
 
 
 def _collectives(
-    job: Job, candidates: Candidates, held: RankParameters, m: int
+    job: Job, candidates: Candidates, params: RankParameters, m: int
 ) -> Iterator[tuple[int, str, data_parallel.ParameterGroup]]:
     """Yield the collectives of weights and gradients in a step: their number, their name, and their parameters."""
     times = {"1": 1, "m": m, "(m - 1)": m - 1}
     for often, whats, _ in data_parallel.stage_collectives(job, candidates, int(candidates.zero[0])):
         for what in whats:
-            for group in data_parallel.groups(job, candidates, held):
+            for group in data_parallel.groups(job, candidates, params):
                 yield times[often], what, group
 
 
@@ -78,10 +78,10 @@ def _between_stages(job: Job, candidates: Candidates, rank: int, m: int) -> Iter
     n_bytes = candidates.tokens(job.seq_len) * job.model.d_model * e_sent / candidates.token_shards
     stride = candidates.world // candidates.pp
     for route in candidates.shared.ways:
-        for here, there in pairwise(route):
-            if here != there:
-                for what, sender in (("activations", here), ("gradients of activations", there)):
+        for before, after in pairwise(route):
+            if before != after:
+                for what, sender in (("activations", before), ("gradients of activations", after)):
                     if sender == rank:
                         calls = m // len(candidates.shared.ways)
-                        apart = abs(here - there) * stride
+                        apart = abs(before - after) * stride
                         yield PricedMessage(what, point_to_point, n_bytes, 2, apart, calls, PIPELINE)

@@ -66,7 +66,7 @@ class Batch:
     @property
     def n_pairs(self) -> int:
         """The pairs of answers in this batch, on this rank alone."""
-        return sum(len(each) // 2 for row in self.references_AB or () for each in row)
+        return sum(len(values) // 2 for row in self.references_AB or () for values in row)
 
     @staticmethod
     def from_sequences(

@@ -84,11 +84,11 @@ class ChatFormat:
         trained = _trained(record, "the record")
         self._note_unread(key for key in record.keys() - {*READ_KEYS} if record[key] not in (None, [], {}, ""))
         if record.get("messages") is not None:
-            return self._of_messages(record, trained is not False)
+            return self._message_pieces(record, trained is not False)
         if missing := [name for name in ("prompt", "completion") if name not in record]:
-            there = ", ".join(record) or "none"
+            present = ", ".join(record) or "none"
             fields = "messages, and neither prompt nor completion" if len(missing) == 2 else missing[0]
-            raise BadConversation(f"no field {fields}; there are: {there}")
+            raise BadConversation(f"no field {fields}; there are: {present}")
         for name in ("prompt", "completion"):
             if not isinstance(record[name], str) or not record[name]:
                 raise BadConversation(f"the field {name!r} is {kind_in_words(record[name])}, not a text")
@@ -134,7 +134,7 @@ class ChatFormat:
             return None
         turns = [{"role": "user", "content": "0"}, {"role": ANSWER, "content": "0"}]
         try:
-            [answer] = [piece.text for piece in self._of_messages({"messages": turns}, True) if piece.trained]
+            [answer] = [piece.text for piece in self._message_pieces({"messages": turns}, True) if piece.trained]
         except (BadConversation, ValueError):  # it wants other roles; records say whether it can write them
             return None
         return next((token for token in self.special_tokens if answer.endswith(token)), None)
@@ -146,7 +146,7 @@ class ChatFormat:
             "strftime_now" in template for template in (self.template, self.tool_template) if template is not None
         )
 
-    def _of_messages(self, record: dict[str, Any], trained: bool) -> list[TextPiece]:
+    def _message_pieces(self, record: dict[str, Any], trained: bool) -> list[TextPiece]:
         template, process = self.template, self._process
         given = _given(record, process.reads if process else frozenset())
         if given.get("tools") and self._tool_process is not None:

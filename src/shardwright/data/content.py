@@ -152,11 +152,11 @@ def _is_record(value: Any, text_key: str | None) -> bool:
 def _checked(path: File, kind: Kind, values: list[Any], text_key: str | None) -> Kind:
     lacking = [value for value in values if text_key is not None and text_key not in value]
     if lacking:
-        there = ", ".join(lacking[0]) or "none"
+        present = ", ".join(lacking[0]) or "none"
         shape = "an array of objects" if kind == "array" else "a JSON object on each of its first lines"
         raise DataError(
             f"{path}: it has {shape}, so it is read as records, which have no field {text_key!r}; there are: "
-            f"{there}. Choose one with --text-key, or leave the file out with --glob if it is not data"
+            f"{present}. Choose one with --text-key, or leave the file out with --glob if it is not data"
         )
     return kind
 

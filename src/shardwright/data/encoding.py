@@ -126,25 +126,25 @@ class Joiner:
 
     def __init__(self, tokenizer: Encoder) -> None:
         self._tokenizer = tokenizer
-        self._held: tuple[TextWindow, Any, int] | None = None
+        self._current: tuple[TextWindow, Any, int] | None = None
         """A window, and the index of its first token that has not been yielded."""
 
     def add(self, window: TextWindow, encoding: Any) -> Iterator[tuple[np.ndarray, np.ndarray | bool]]:
         """Yield the token ids that are settled by now, with a mask of the ids that are trained on."""
-        if self._held is None:
-            self._held = window, encoding, _first_token(encoding, window.section.skip) if window.section.skip else 0
+        if self._current is None:
+            self._current = window, encoding, _first_token(encoding, window.section.skip) if window.section.skip else 0
         else:
-            before, ids_before, first = self._held
+            before, ids_before, first = self._current
             if (places := _meeting(before, ids_before, window, encoding)) is None:
                 text = before.text + window.text[before.start + len(before.text) - window.start :]
                 whole = TextWindow(window.section, text, before.start, window.last)
-                self._held = whole, self._tokenizer.encodings([text], offsets=True)[0], first
+                self._current = whole, self._tokenizer.encodings([text], offsets=True)[0], first
             else:
                 yield _settled(before, ids_before, first, places[0])
-                self._held = window, encoding, places[1]
+                self._current = window, encoding, places[1]
         if window.last:
-            before, ids_before, first = self._held
-            self._held = None
+            before, ids_before, first = self._current
+            self._current = None
             yield _settled(before, ids_before, first, len(ids_before))
 
 

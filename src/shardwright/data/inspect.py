@@ -70,7 +70,7 @@ def _shown(tokens: TokenSplit, tokenizer: TextTokenizer, i: int, span: tuple[int
     parts = zip(np.split(shown, changes), np.split(trained[:most], changes), strict=True)
     masked = {
         "trained_tokens": int(trained.sum()),
-        "segments": [{"text": tokenizer.decode(part.tolist()), "trained": bool(of[0])} for part, of in parts],
+        "segments": [{"text": tokenizer.decode(part.tolist()), "trained": bool(flags[0])} for part, flags in parts],
     }
     return {
         "document": i,

@@ -53,7 +53,7 @@ class RemoteFolder:
     @property
     def _system(self) -> tuple[Any, str]:
         try:
-            return _of_this_process(self.url, os.getpid())
+            return _process_file_system(self.url, os.getpid())
         except ValueError as error:
             raise DataError(f"{self.url}: {error}") from None
 
@@ -89,14 +89,14 @@ def _mirror_of_this_process(url: str, folder: Path, limit_bytes: int, process: i
 
 
 @cache
-def _of_this_process(url: str, process: int) -> tuple[Any, str]:
+def _process_file_system(url: str, process: int) -> tuple[Any, str]:
     """Return the file system of a URL. A forked process has its own, because connections cannot be shared."""
     return file_system(url)
 
 
 class Mirror:
     """The local folder of the tokens at a URL; see the module's docstring. A process has one for each URL, manifest and
-    cache (`Mirror.of`)."""
+    cache (`Mirror.open`)."""
 
     def __init__(self, remote: RemoteFolder, folder: Path, limit_bytes: int) -> None:
         self.remote, self.folder, self._limit_bytes = remote, folder, limit_bytes
@@ -107,7 +107,7 @@ class Mirror:
         """The files that are there: whole, or sparse."""
 
     @staticmethod
-    def of(url: str, cache_folder: str | None, limit_bytes: int) -> "tuple[Mirror, DataManifest]":
+    def open(url: str, cache_folder: str | None, limit_bytes: int) -> "tuple[Mirror, DataManifest]":
         """Return the mirror of the tokens that are at a URL now, and their manifest, whose files it has. Raises
         DataError."""
         remote = RemoteFolder(url)

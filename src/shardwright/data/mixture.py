@@ -131,14 +131,14 @@ class MixtureOrder:
         sources, samples = np.empty_like(g), np.empty_like(g)
         at = np.searchsorted(self._begins, g, side="right") - 1
         for number in np.unique(at):
-            here, stage = at == number, self.stages[number]
-            n = g[here] - stage.from_sample
-            sources[here] = stage.source_of(n)
+            selected, stage = at == number, self.stages[number]
+            n = g[selected] - stage.from_sample
+            sources[selected] = stage.source_of(n)
             counts = self._taken_before[number] + stage.counts(n)
-            samples[here] = np.take_along_axis(counts, sources[here][:, None], axis=1)[:, 0]
+            samples[selected] = np.take_along_axis(counts, sources[selected][:, None], axis=1)[:, 0]
         for source, order in enumerate(self.orders):
-            here = sources == source
-            samples[here] = order(samples[here])
+            selected = sources == source
+            samples[selected] = order(samples[selected])
         return sources, samples
 
     def __call__(self, global_index: np.ndarray) -> np.ndarray:

@@ -63,9 +63,9 @@ class SampleOrder:
         epochs, positions = g // self.n, g % self.n
         samples = np.empty_like(positions)
         for epoch in np.unique(epochs):
-            here = epochs == epoch
+            selected = epochs == epoch
             key = (self.seed, int(epoch), self.source)[: 3 if self.source else 2]
-            samples[here] = Permutation(self.n, key)(positions[here])
+            samples[selected] = Permutation(self.n, key)(positions[selected])
         return samples
 
     ended = False

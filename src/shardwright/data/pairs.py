@@ -21,11 +21,11 @@ class PairFormat(ChatFormat):
         rest = {key: value for key, value in record.items() if key not in ("prompt", "chosen", "rejected")}
         if isinstance(chosen, str) and isinstance(rejected, str):
             records = [{"prompt": record.get("prompt"), "completion": answer} for answer in (chosen, rejected)]
-            return [self.pieces(rest | each) for each in records]
+            return [self.pieces(rest | fields) for fields in records]
         if isinstance(chosen, str) or isinstance(rejected, str):
             raise BadConversation("one of 'chosen' and 'rejected' is a text, and the other a list of messages")
         prompt = record.get("prompt")
-        if isinstance(prompt, str) and all(_role(each[0]) == ANSWER for each in (chosen, rejected)):
+        if isinstance(prompt, str) and all(_role(answer[0]) == ANSWER for answer in (chosen, rejected)):
             prompt = [{"role": "user", "content": prompt}]
         if isinstance(prompt, list):
             chosen, rejected = [*prompt, *chosen], [*prompt, *rejected]
@@ -34,12 +34,12 @@ class PairFormat(ChatFormat):
         n_shared = next((n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
         if n_shared is None:
             raise BadConversation("one of 'chosen' and 'rejected' begins with the whole other one; both need an answer")
-        if roles := [role for each in (chosen, rejected) if (role := _role(each[n_shared])) not in (None, ANSWER)]:
+        if roles := [role for answer in (chosen, rejected) if (role := _role(answer[n_shared])) not in (None, ANSWER)]:
             raise BadConversation(
                 f"message {n_shared + 1}, the first that differs in 'chosen' and 'rejected', has the role "
                 f"{roles[0]!r}; a pair has two answers to the same messages"
             )
-        conversations = [[*map(_untrained, each[:n_shared]), *each[n_shared:]] for each in (chosen, rejected)]
+        conversations = [[*map(_untrained, answer[:n_shared]), *answer[n_shared:]] for answer in (chosen, rejected)]
         return [self.pieces(rest | {"messages": messages}) for messages in conversations]
 
     def _answer(self, record: dict[str, Any], name: str) -> str | list[Any]:

@@ -90,7 +90,7 @@ class Publication:
                 waiting()
                 time.sleep(POLL_S)
                 continue
-            taken = [each for i, each in enumerate(shards) if sum(s.bytes for s in shards[:i]) < surplus]
+            taken = [shard for i, shard in enumerate(shards) if sum(s.bytes for s in shards[:i]) < surplus]
             names = {shard.file for shard in taken}
             self.manifest = _with_deleted(self.manifest, self._deleted | names).written(self.folder)
             for name in names:
@@ -106,7 +106,7 @@ class Publication:
 
     def _delete(self, name: str) -> None:
         assert self.manifest is not None
-        [shard] = [each for split in self.manifest.splits.values() for each in split.shards if each.file == name]
+        [shard] = [shard for split in self.manifest.splits.values() for shard in split.shards if shard.file == name]
         for content in shard.content:
             path = self.folder / content
             make_hole(path, 0, round_up(path.stat().st_size, MiB))  # with the last disk block, which is not full
@@ -123,8 +123,8 @@ class Publication:
                 (TOKENIZER, tokenizer.sha256, self.manifest.tokenizer_sha256),
                 (f"separator than {tokenizer.separator!r}", tokenizer.separator, self.manifest.separator),
             ]
-        for name, here, there in compared:
-            if here != there:
+        for name, given, recorded in compared:
+            if given != recorded:
                 raise DataError(
                     f"{self.folder}: its shards were written with another {name}; give the one in that folder to "
                     f"continue, or choose another --out"
@@ -207,9 +207,9 @@ def _move_staged(out: Path) -> None:
 def _require_settings(out: Path, manifest: DataManifest, given: dict[str, dict[str, Any]]) -> None:
     if manifest.publication is None:
         raise DataError(f"{out}: exists already, and was not made with --publish; choose another --out")
-    here = json.loads(without_secrets(json.dumps(given)))
+    masked = json.loads(without_secrets(json.dumps(given)))
     recorded = {"source": manifest.source, "options": manifest.options}
-    pairs = [(key, recorded[part].get(key), value) for part, values in here.items() for key, value in values.items()]
+    pairs = [(key, recorded[part].get(key), value) for part, values in masked.items() for key, value in values.items()]
     differing = [
         f"{f'no {key}' if before is None else f'{key}={before!r}'}, not {'none' if now is None else repr(now)}"
         for key, before, now in pairs

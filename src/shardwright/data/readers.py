@@ -141,8 +141,8 @@ class ReadOptions:
     def check_column(self, source: object, columns: Iterable[str]) -> None:
         """Raise DataError if the column for the text is missing."""
         if self.chat is None and self.text_key not in columns:
-            there = ", ".join(columns)
-            raise DataError(f"{source}: no column {self.text_key!r}; there are: {there}. Choose one with --text-key")
+            present = ", ".join(columns)
+            raise DataError(f"{source}: no column {self.text_key!r}; there are: {present}. Choose one with --text-key")
 
 
 def text_documents(path: File, reading: ReadOptions) -> Iterator[Document]:

@@ -345,7 +345,7 @@ def _tokenizer_problems(manifests: dict[str, DataManifest]) -> Iterator[str]:
             "the separator": (manifest.separator, first.separator),
             "the type of ids": (manifest.dtype, first.dtype),
         }
-        if differing := [f"{what} ({here}, not {there})" for what, (here, there) in facts.items() if here != there]:
+        if differing := [f"{what} ({ours}, not {theirs})" for what, (ours, theirs) in facts.items() if ours != theirs]:
             yield (
                 f"source {called!r} and source {first_called!r} differ in {', '.join(differing)}; a run has one "
                 f"tokenizer: prepare {called!r} again with the tokenizer.json and the separator of {first_called!r}"

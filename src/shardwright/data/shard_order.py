@@ -63,8 +63,8 @@ class ShardOrder:
         samples = np.empty_like(positions)
         shards = np.searchsorted(ends, positions, side="right")
         for epoch, shard in np.unique(np.stack([epochs, shards], -1).reshape(-1, 2), axis=0):
-            here = (epochs == epoch) & (shards == shard)
+            selected = (epochs == epoch) & (shards == shard)
             first = int(ends[shard - 1]) if shard else 0
             order = Permutation(int(ends[shard]) - first, (self.seed, int(epoch), self.source, int(shard)))
-            samples[here] = first + order(positions[here] - first)
+            samples[selected] = first + order(positions[selected] - first)
         return samples

@@ -231,7 +231,7 @@ def tokenizer_folder(data: DataSection) -> Path:
 
 
 def _mirror(path: str | Path, cache: TokenCache) -> tuple[Mirror, DataManifest] | None:
-    return Mirror.of(str(path), *cache) if REMOTE in str(path) else None
+    return Mirror.open(str(path), *cache) if REMOTE in str(path) else None
 
 
 def open_split(
@@ -243,8 +243,8 @@ def open_split(
     folder = mirror.folder if mirror else Path(directory)
     manifest = manifest or DataManifest.read(folder)
     if name not in manifest.splits:
-        there = nearest(name, manifest.splits) if manifest.splits else "it has none; prepare the data again"
-        raise DataError(f"{directory}: no split {name!r}; {there}")
+        hint = nearest(name, manifest.splits) if manifest.splits else "it has none; prepare the data again"
+        raise DataError(f"{directory}: no split {name!r}; {hint}")
     split = TokenSplit(folder, name, manifest, mirror, first_only)
     split.check_index()
     return split

@@ -160,11 +160,11 @@ class ChatTemplate:
         """Return the start of the answer to `earlier` in the whole: after the generation prompt."""
         before, prompt = self._try(earlier, given), self._try(earlier, given, generation=True)
         if prompt.text:
-            there, here = _anchor(prompt, whole, len(earlier) - 1) or (0, 0)
-            shared = self._shared(prompt.text[there:], whole.text[here:])
+            in_prompt, in_whole = _anchor(prompt, whole, len(earlier) - 1) or (0, 0)
+            shared = self._shared(prompt.text[in_prompt:], whole.text[in_whole:])
             # Only the generation prompt may differ: some templates start the answer's reasoning in it.
-            if there + shared >= _n_common(before.text, prompt.text):
-                return here + shared
+            if in_prompt + shared >= _n_common(before.text, prompt.text):
+                return in_whole + shared
         generation = prompt.text[len(before.text) :] if prompt.text.startswith(before.text) else ""
         limit = whole.places.get(len(earlier), -1)
         at = whole.text.rfind(generation, 0, limit) if generation and limit >= 0 else -1
@@ -174,14 +174,14 @@ class ChatTemplate:
 
     def _end(self, whole: _MarkedText, until: _MarkedText, number: int, begin: int) -> int | None:
         """Return the end of answer `number`: of the conversation up to it, without white space after a token."""
-        there, here = _anchor(until, whole, number) or (0, 0)
-        if here < begin:  # the answer has no mark, so it has to occur unchanged in the whole
+        in_until, in_whole = _anchor(until, whole, number) or (0, 0)
+        if in_whole < begin:  # the answer has no mark, so it has to occur unchanged in the whole
             if number in until.places:
                 return None
-            there, here = there + begin - here, begin
-            if until.text[there - 1 : there] != whole.text[here - 1 : here]:
+            in_until, in_whole = in_until + begin - in_whole, begin
+            if until.text[in_until - 1 : in_until] != whole.text[in_whole - 1 : in_whole]:
                 return None
-        end = here + self._shared(until.text[there:], whole.text[here:])
+        end = in_whole + self._shared(until.text[in_until:], whole.text[in_whole:])
         answer = whole.text[begin:end]
         shown = answer.rstrip()
         ends = [match.end() for match in self._ends.finditer(shown)]

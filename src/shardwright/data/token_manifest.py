@@ -176,7 +176,7 @@ class DataManifest(_Record):
         """Return a short checksum of each shard of a split: equal for equal tokens, documents and masks."""
         shards = self.splits[split].shards
         sums = (f"{shard.sha256} {shard.index_sha256} {shard.trained_sha256}" for shard in shards)
-        return [hashlib.sha256(each.encode()).hexdigest()[:12] for each in sums]
+        return [hashlib.sha256(text.encode()).hexdigest()[:12] for text in sums]
 
     @property
     def sha256_of_files(self) -> dict[str, str]:

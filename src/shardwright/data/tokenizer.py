@@ -217,9 +217,9 @@ def tokenizer_difference(data: Path, model: Path) -> str | None:
         sizes = f"{len(ours.vocabulary):,} and {len(theirs.vocabulary):,} tokens"
         return f"{sizes} without added ones" if len(ours.vocabulary) != len(theirs.vocabulary) else "other merges"
     for i, token in sorted((ours.vocabulary | ours.added).items()):
-        there = (theirs.vocabulary | theirs.added).get(i, token)
-        if there != token:
-            return f"token {i} is {token!r} there and {there!r} here"
+        other = (theirs.vocabulary | theirs.added).get(i, token)
+        if other != token:
+            return f"token {i} is {token!r} there and {other!r} here"
     return None
 
 

@@ -110,7 +110,7 @@ def disagreements(records: Sequence[RankRecord]) -> list[Disagreement[RecordedMe
 def broken_nccl_rules(calls: Mapping[int, Sequence[C]]) -> list[Disagreement[C]]:
     """Return every rule that the calls of these ranks break. `calls`: calls of each rank in issue order. The order rule
     is checked only if no other rule is broken."""
-    result = [*_of_groups(calls), *_of_pairs(calls)]
+    result = [*_group_disagreements(calls), *_pair_disagreements(calls)]
     return result or [*_stuck_launches(calls)]
 
 
@@ -131,7 +131,7 @@ def checked(records: Sequence[RankRecord]) -> AgreementCounts:
     return AgreementCounts(len(ranks), len(calls), len({call.group for call in calls}), sends)
 
 
-def _of_groups(calls: Mapping[int, Sequence[C]]) -> Iterator[Disagreement[C]]:
+def _group_disagreements(calls: Mapping[int, Sequence[C]]) -> Iterator[Disagreement[C]]:
     groups: dict[Hashable, dict[int, list[C]]] = defaultdict(dict)
     members: dict[Hashable, tuple[int, ...]] = {}
     for rank, issued in calls.items():
@@ -163,15 +163,15 @@ def _splits_match(members: Sequence[int], ranks: Sequence[int], sides: Sequence[
     """Return whether each rank's sends in an uneven all-to-all match the receives of the other ranks."""
     uneven = {rank: side.splits for rank, side in zip(members, sides, strict=True) if side is not None and side.splits}
     n = len(ranks)
-    for here, splits in uneven.items():
-        for there, others in uneven.items():
+    for rank, splits in uneven.items():
+        for peer, others in uneven.items():
             # (rows from each rank, -1, rows to each rank)
-            if splits[n + 1 + ranks.index(there)] != others[ranks.index(here)]:
+            if splits[n + 1 + ranks.index(peer)] != others[ranks.index(rank)]:
                 return False
     return True
 
 
-def _of_pairs(calls: Mapping[int, Sequence[C]]) -> Iterator[Disagreement[C]]:
+def _pair_disagreements(calls: Mapping[int, Sequence[C]]) -> Iterator[Disagreement[C]]:
     by_line: dict[tuple[str, Hashable, int, int], list[C]] = defaultdict(list)
     """(operation, group, rank, peer) -> its messages."""
     for rank, issued in calls.items():

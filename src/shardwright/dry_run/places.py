@@ -87,14 +87,14 @@ def running_line() -> str:
     ""."""
     frame = sys._getframe(1)
     while frame is not None:
-        if place := _of_program(frame.f_code.co_filename):
+        if place := _program_file(frame.f_code.co_filename):
             return f"{place}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
 
 
 @cache
-def _of_program(file: str) -> str:
+def _program_file(file: str) -> str:
     """Return the name of a file of the program, relative to this package if it is inside; "" for other files."""
     path = Path(file)
     if path.is_relative_to(_PACKAGE):

@@ -85,7 +85,7 @@ def _sent(messages: Iterable[PricedMessage], layout: Layout, rank: int) -> dict[
     calls: Counter[tuple[str, str]] = Counter()
     n_bytes: Counter[tuple[str, str]] = Counter()
     for message in messages:
-        size, stride, count, each = (
+        size, stride, count, message_bytes = (
             np.asarray(number).item() for number in (message.size, message.stride, message.calls, message.n_bytes)
         )
         if message.collective is point_to_point:
@@ -95,7 +95,7 @@ def _sent(messages: Iterable[PricedMessage], layout: Layout, rank: int) -> dict[
             group = tuple(range(first, first + size * stride, stride))
             key = axes_of(layout, group, rank), named(message.collective)
         calls[key] += round(count)
-        n_bytes[key] += round(count * each)
+        n_bytes[key] += round(count * message_bytes)
     return {key: AxisTraffic(calls[key], n_bytes[key]) for key in calls}
 
 

@@ -165,14 +165,14 @@ def record_steps(
             whole_bytes = recorder.rounded(n_microbatches * tensor[0].nbytes)
             recorder.hold(whole_bytes - recorder.rounded(tensor.nbytes), "activations")
         if left_out:
-            _hold_data_of_others(trainer, recorder, tensors, left_out)
+            _count_omitted_data(trainer, recorder, tensors, left_out)
         watch(trainer, recorder)
         recorder.begin("begin")
         trainer.step(last, steps - 1, rate)
         return recorder.record(repeats, history)
 
 
-def _hold_data_of_others(trainer: Trainer, recorder: OperationRecorder, batch: Iterable[Tensor], left_out: int) -> None:
+def _count_omitted_data(trainer: Trainer, recorder: OperationRecorder, batch: Iterable[Tensor], left_out: int) -> None:
     """Make the recorder hold the tensors that the trainer derives from the omitted micro-batches' data: parts of
     sequences with cp, the tokens that MTP modules read, positions in documents. `batch`: the source tensors."""
     own, given = trainer._microbatches, {storage_id(tensor.untyped_storage()) for tensor in batch}
@@ -231,5 +231,5 @@ def shares(n_rows: int, n_ranks: int, imbalance: float) -> list[int]:
     """Return `n_rows` split over ranks: `imbalance` times the mean for the first, then equal parts up to a
     remainder."""
     first = min(n_rows, round(n_rows * imbalance / n_ranks)) if n_ranks > 1 else n_rows
-    each, more = divmod(n_rows - first, max(1, n_ranks - 1))
-    return [first, *(each + (number < more) for number in range(n_ranks - 1))]
+    per_rank, more = divmod(n_rows - first, max(1, n_ranks - 1))
+    return [first, *(per_rank + (number < more) for number in range(n_ranks - 1))]

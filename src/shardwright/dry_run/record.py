@@ -259,13 +259,13 @@ def write_trace(records: Sequence[RankRecord], path: Path) -> None:
 
 def _events(record: RankRecord) -> Iterator[dict[str, Any]]:
     history = _history(record)
-    here = {"pid": record.rank}
-    yield here | {"ph": "M", "name": "process_name", "args": {"name": f"rank {record.rank}"}}
+    process = {"pid": record.rank}
+    yield process | {"ph": "M", "name": "process_name", "args": {"name": f"rank {record.rank}"}}
     for row, name in ((_ACTIONS, "actions"), (_MESSAGES, "collectives and messages")):
-        yield here | {"ph": "M", "name": "thread_name", "tid": row, "args": {"name": name}}
+        yield process | {"ph": "M", "name": "thread_name", "tid": row, "args": {"name": name}}
     ends = [*(time for time, _ in history.actions[1:]), history.end + 1]
     for (time, action), end in zip(history.actions, ends, strict=True):
-        yield here | {"ph": "X", "tid": _ACTIONS, "name": action, "ts": time, "dur": end - time}
+        yield process | {"ph": "X", "tid": _ACTIONS, "name": action, "ts": time, "dur": end - time}
     for time, message in zip(history.message_times, record.messages, strict=True):
         if message.op != WAIT:
             name = f"{message.op} ({message.axis})"
@@ -277,11 +277,11 @@ def _events(record: RankRecord) -> Iterator[dict[str, Any]]:
                 "module": message.module,
                 "action": message.action,
             }
-            yield here | {"ph": "X", "tid": _MESSAGES, "name": name, "ts": time, "dur": 1, "args": what}
+            yield process | {"ph": "X", "tid": _MESSAGES, "name": name, "ts": time, "dur": 1, "args": what}
     now = Counter(dict.fromkeys(KINDS, 0))
     for time, number, delta in sorted(changes(history.allocations)):
         now[history.allocations[number].kind] += delta
-        yield here | {"ph": "C", "name": "bytes", "ts": time, "args": dict(now)}
+        yield process | {"ph": "C", "name": "bytes", "ts": time, "args": dict(now)}
 
 
 def write_snapshot(records: Sequence[RankRecord], path: Path) -> None:

@@ -74,12 +74,12 @@ class OperationRecorder(DispatchMode):
         self.most_host_bytes = 0
         """Maximum of `_host_bytes`, the current bytes in host memory."""
         self._in_messages: set[int] = set()
-        self._of_fsdp: set[int] = set()
+        self._fsdp_options: set[int] = set()
         self._groups: dict[int, tuple[str, tuple[int, ...]]] = {}
         self._patches = ExitStack()
         self._launch = self._n_launches = 0
         """The number of the current `batch_isend_irecv`, 0 outside, and the number of the last one."""
-        self._asked = False
+        self._querying = False
         """Whether DTensor is inferring the shape of a whole tensor by running an operation on fake tensors."""
 
     def __enter__(self) -> "OperationRecorder":
@@ -93,11 +93,11 @@ class OperationRecorder(DispatchMode):
 
         def unrecorded(shape: Callable[..., Any]) -> Callable[..., Any]:
             def shape_of_whole(*args: Any) -> Any:
-                self._asked = True
+                self._querying = True
                 try:
                     return shape(*args)
                 finally:
-                    self._asked = False
+                    self._querying = False
 
             return shape_of_whole
 
@@ -137,7 +137,7 @@ class OperationRecorder(DispatchMode):
         and has not freed is kept as activations."""
         for number in self._of_action:
             allocation = self.allocations[number]
-            if not allocation.kind and allocation.sizes[-1][1] and number not in self._of_fsdp:
+            if not allocation.kind and allocation.sizes[-1][1] and number not in self._fsdp_options:
                 allocation.kind = "activations"
         self._of_action.clear()
 
@@ -155,7 +155,7 @@ class OperationRecorder(DispatchMode):
             self._unseen = before
 
     @contextmanager
-    def held(self, n_bytes: int, kind: str) -> Iterator[None]:
+    def extra_memory(self, n_bytes: int, kind: str) -> Iterator[None]:
         """Count additional device memory during the block. Only with `gpu`."""
         self._now += 1
         sizes = [(self._now, self.rounded(n_bytes))]
@@ -251,16 +251,16 @@ class OperationRecorder(DispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor runs first; its operations on shards come back here
         kwargs = kwargs or {}
-        if self._asked or self._unseen or func.namespace == "prim":  # prim: a query of a fake tensor's device
+        if self._querying or self._unseen or func.namespace == "prim":  # prim: a query of a fake tensor's device
             return func(*args, **kwargs)
         self._now += 1
         if func.namespace == "c10d":
             self._message(func, args)
         out = func(*args, **kwargs)
-        there = bool(self._on_host) and self._computes_on_host(args)
+        on_host = bool(self._on_host) and self._computes_on_host(args)
         for result in out if isinstance(out, list | tuple) else (out,):
             if isinstance(result, Tensor):
-                self._made(result, func, there)
+                self._made(result, func, on_host)
         count, inside = formulas_of(func)
         if count is not None:
             self.flops[self._action, op_name(func)] += count(*args, **kwargs, out_val=out)
@@ -351,7 +351,7 @@ class OperationRecorder(DispatchMode):
             number = self._number(tensor)
             self._in_messages.add(number)
             if of_fsdp:
-                self._of_fsdp.add(number)
+                self._fsdp_options.add(number)
         if of_fsdp and op == "reduce-scatter":
             self.mark(tensors[0], "gradients")
         self._times.append(self._now)
@@ -399,5 +399,5 @@ _NAMES = {
 }
 
 
-def _is_group(each: torch.ScriptObject) -> bool:
-    return "ProcessGroup" in script_type(each)
+def _is_group(script: torch.ScriptObject) -> bool:
+    return "ProcessGroup" in script_type(script)

@@ -16,7 +16,7 @@ from typing import Any
 from shardwright.config import RunConfig, parse, resolved_toml
 from shardwright.config.batch import BatchStage
 from shardwright.config.reading import apply_override
-from shardwright.config.settle import MARGIN, job_of, needs_memory, of_fullest_stage, settled
+from shardwright.config.settle import MARGIN, fullest_stage_config, job_of, needs_memory, settled
 from shardwright.cost.stack import SHARDWRIGHT
 from shardwright.dry_run.agreement import Disagreement, disagreements
 from shardwright.dry_run.length import one_of_each_class, step_length
@@ -153,7 +153,7 @@ def dry_run(
     if needs_memory(config):
         config, _ = settled(config, how.memory_bytes)
     given = config
-    config = of_fullest_stage(config)
+    config = fullest_stage_config(config)
     layout = config.layout.layout()
     if rank is not None and not 0 <= rank < layout.world_size:
         raise LayoutError(f"rank {rank} is not in the world of the layout; valid: 0 to {layout.world_size - 1}")
@@ -237,10 +237,10 @@ def _remedies(config: RunConfig, how: DryRunSettings, rank: int, tell: Tell) -> 
     """Yield changes of the run file after which the rank fits with the stage of the batch that needs most memory:
     changes that fit by the plan, each confirmed by a dry run."""
     n_remedies = 0
-    seen = [of_fullest_stage(config)]
+    seen = [fullest_stage_config(config)]
     for changes in _changes(config):
         try:
-            changed = of_fullest_stage(_changed(config, changes))
+            changed = fullest_stage_config(_changed(config, changes))
         except InputError:
             continue
         if changed in seen:
@@ -260,7 +260,7 @@ def _remedies(config: RunConfig, how: DryRunSettings, rank: int, tell: Tell) -> 
 
 def _changes(config: RunConfig) -> Iterator[dict[str, Any]]:
     """Yield changes that need less memory, cheapest in time first: on the same number of ranks, then on more."""
-    layout, micro_batch = config.layout.layout(), of_fullest_stage(config).batch.micro_batch
+    layout, micro_batch = config.layout.layout(), fullest_stage_config(config).batch.micro_batch
     single: list[dict[str, Any]] = []
     chunks = {} if layout.loss_chunk_tokens or config.preference.kind != "none" else {"layout.loss_chunk_tokens": 4096}
     if chunks:

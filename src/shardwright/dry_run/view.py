@@ -178,11 +178,11 @@ def _ranks(result: DryRun) -> Iterator[Part]:
         ],
     )
     counts, world_size = checked(result.records), result.config.layout.layout().world_size
-    of = "all ranks" if counts.ranks == world_size else f"{counts.ranks} of {world_size:,} ranks, one of each class"
+    ranks = "all ranks" if counts.ranks == world_size else f"{counts.ranks} of {world_size:,} ranks, one of each class"
     rules = "same collectives, order, counts and types; a receive for each send; no cycle if every call blocks"
     communicators = counted(counts.communicators, "communicator")
     yield Note(
-        f"NCCL's rules {'are broken' if result.disagreements else 'hold'} over {counts.calls:,} calls of {of}, in "
+        f"NCCL's rules {'are broken' if result.disagreements else 'hold'} over {counts.calls:,} calls of {ranks}, in "
         f"{communicators}, {counts.matched_sends:,} sends among them: {rules}"
     )
 

@@ -86,9 +86,9 @@ class _DryRunMessages(PipelineMessages):
         for stage, op, microbatch, sender, _ in exchange.messages:
             need: Need = (stage, op, microbatch)
             if sender != self.rank:
-                there = self.in_world[sender]
-                self._from[need] = there, self._received[there]
-                self._received[there] += 1
+                source = self.in_world[sender]
+                self._from[need] = source, self._received[source]
+                self._received[source] += 1
             elif op == "B":
                 self.recorder.mark(results[need], "communication")
         while self._sending:
@@ -230,7 +230,7 @@ def _on_disk(optimizer: OptimizerOnDisk, recorder: OperationRecorder, beside_par
         over_link = 0 if beside_parameters else chunk.used
         recorder.copied(READ, chunk.n_bytes)
         recorder.copied(TO_DEVICE, over_link)
-        with recorder.held(over_link, "states"):
+        with recorder.extra_memory(over_link, "states"):
             update(chunk, data)
         recorder.copied(TO_HOST, over_link)
         recorder.copied(WRITE, chunk.n_bytes)

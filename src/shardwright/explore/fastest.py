@@ -39,7 +39,7 @@ def find_fastest(progress: Progress, query: str, hardware: Path | None) -> str:
     plan = search(parsed.job, memory_margin=margin, processes=usable_cores(), progress=progress)
     given = {key: parsed.values[key] for key in JOB_DEFAULTS if key in parsed.values}
     cards = [] if plan.recommended is None else _cards(plan, given)
-    instead = [] if plan.recommended is not None else [each.what for each in remedies(parsed.job, margin, None)]
+    instead = [] if plan.recommended is not None else [remedy.what for remedy in remedies(parsed.job, margin, None)]
     notes = [] if plan.recommended is None else remarks(plan)
     return (
         templates()
@@ -54,22 +54,22 @@ def _cards(plan: Plan, given: dict[str, str]) -> list[LayoutCard]:
     taken = plan.recommended
     assert taken is not None
     others = merged([*runners_up(plan), *well_known(plan)])
-    first = [(name, each, "") for name, each in compared(plan)]
-    rest = [(name, each, why(taken, each)) for name, each in others if not each.as_fast(taken)]
-    return [_card(plan, name, each, reason, given) for name, each, reason in (*first, *rest)]
+    first = [(name, alternative, "") for name, alternative in compared(plan)]
+    rest = [(name, other, why(taken, other)) for name, other in others if not other.as_fast(taken)]
+    return [_card(plan, name, alternative, reason, given) for name, alternative, reason in (*first, *rest)]
 
 
-def _card(plan: Plan, name: str, each: Alternative, reason: str, given: dict[str, str]) -> LayoutCard:
+def _card(plan: Plan, name: str, alternative: Alternative, reason: str, given: dict[str, str]) -> LayoutCard:
     taken = plan.recommended
     assert taken is not None
     return LayoutCard(
         name,
-        str(each.choice),
-        urlencode(given | {k: written(v) for k, v in written_layout(plan.job, each.choice).items()})
-        if each.priced
+        str(alternative.choice),
+        urlencode(given | {k: written(v) for k, v in written_layout(plan.job, alternative.choice).items()})
+        if alternative.priced
         else None,
-        format_seconds(each.priced.step_s) if each.priced else "",
-        format_bytes(each.priced.peak_bytes) if each.priced else "",
-        verdict(taken, each, plan.limit_bytes) if each.choice != taken.choice else "",
+        format_seconds(alternative.priced.step_s) if alternative.priced else "",
+        format_bytes(alternative.priced.peak_bytes) if alternative.priced else "",
+        verdict(taken, alternative, plan.limit_bytes) if alternative.choice != taken.choice else "",
         reason,
     )

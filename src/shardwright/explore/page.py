@@ -64,11 +64,15 @@ MOST_SHOWN = 8
 @cache
 def templates() -> Environment:
     """Return the templates of the pages."""
-    found = templates_in(PAGES)
-    found.filters["code"] = _code
-    found.globals |= {"fragment": lambda parts: Markup(fragment(parts)), "title": "Shardwright explorer", "here": ""}
-    found.globals |= {"static": False, "styles": ("style.css",)}
-    return found
+    environment = templates_in(PAGES)
+    environment.filters["code"] = _code
+    environment.globals |= {
+        "fragment": lambda parts: Markup(fragment(parts)),
+        "title": "Shardwright explorer",
+        "here": "",
+    }
+    environment.globals |= {"static": False, "styles": ("style.css",)}
+    return environment
 
 
 def _code(text: str) -> Markup:
@@ -125,7 +129,7 @@ class Explorer:
     def _values(self, parsed: ParsedState) -> dict[str, Any]:
         state = parsed.state
         query = urlencode(parsed.values) if state is None else query_of(state)
-        found: dict[str, Any] = {
+        values: dict[str, Any] = {
             "here": "plan",
             "parsed": parsed,
             "state": state,
@@ -139,10 +143,10 @@ class Explorer:
             "job_query": urlencode({key: parsed.values[key] for key in JOB_DEFAULTS if key in parsed.values}),
         }
         if state is not None:
-            found |= {"groups": sliders(state), "answer": answer(state), "command": self.command(state)}
-            found |= {"pin_query": f"{query_of(state, False)}&{urlencode({PIN: query_of(state, False)})}"}
-            found |= {"bare_query": query_of(state, False), "untrained": untrained(state.job.precision)}
-        return found
+            values |= {"groups": sliders(state), "answer": answer(state), "command": self.command(state)}
+            values |= {"pin_query": f"{query_of(state, False)}&{urlencode({PIN: query_of(state, False)})}"}
+            values |= {"bare_query": query_of(state, False), "untrained": untrained(state.job.precision)}
+        return values
 
     def command(self, state: PageState) -> str:
         """Return the command line that prints the same numbers."""
@@ -162,9 +166,9 @@ class Explorer:
         if state.goal is not None:
             words += ["--budget-tokens", repr(state.goal.tokens)]
             words += [
-                each
+                word
                 for price in state.goal.prices.values()
-                for each in ("--price", f"{price:.9f}".rstrip("0").rstrip("."))
+                for word in ("--price", f"{price:.9f}".rstrip("0").rstrip("."))
             ]
         return shlex.join([*words, "--explain", str(state.choice) if plain else "run.toml"])
 
@@ -180,8 +184,8 @@ def _split_move(query: str) -> tuple[str, str, str]:
         given = parse_qsl(query, keep_blank_values=True, max_num_fields=MOST_KEYS, errors="replace")
     except ValueError:
         return query, "", ""
-    move = dict(each for each in given if each[0] in (MOVE, TO))
-    return urlencode([each for each in given if each[0] not in move]), move.get(MOVE, ""), move.get(TO, "")
+    move = dict(pair for pair in given if pair[0] in (MOVE, TO))
+    return urlencode([pair for pair in given if pair[0] not in move]), move.get(MOVE, ""), move.get(TO, "")
 
 
 def _moved(state: PageState, key: str, text: str) -> PageState:
@@ -236,28 +240,28 @@ def answer(state: PageState) -> PageAnswer:
         fits,
         [job_note(state.job, state.model), *first],
         [*(part for part in parts if part not in first), *([message_table(messages)] if messages else [])],
-        [each for each in drawn if each is not None],
+        [picture for picture in drawn if picture is not None],
         [overlap_table(priced, messages)] if messages else [],
-        [pictures.mesh(priced, each) for each in groups(priced, messages)[:MOST_SHOWN]],
+        [pictures.mesh(priced, group) for group in groups(priced, messages)[:MOST_SHOWN]],
         [] if state.pinned is None else compared(state.pinned, state),
     )
 
 
 def compared(pinned: PageState, state: PageState) -> list[Part]:
     """Return the difference from the pinned state, term by term."""
-    found = diff(pinned.priced, state.priced, explained=False)
-    verdict = time_verdict(found.slower, found.per, "the pinned one", "this layout")
+    difference = diff(pinned.priced, state.priced, explained=False)
+    verdict = time_verdict(difference.slower, difference.per, "the pinned one", "this layout")
     parts: list[Part] = [Note(f"{verdict}; pinned: {pinned.choice}")]
-    changed = [(name, one, other) for name, (one, other) in found.choices.items()]
+    changed = [(name, one, other) for name, (one, other) in difference.choices.items()]
     if changed:
         parts.append(Table((Column("choice"), Column("pinned"), Column("now")), changed))
     for title, terms, unit, whole in (
-        ("time, s", found.time, 1.0, (found.a.step_s, found.b.step_s)),
-        ("memory of the fullest rank, GiB", found.memory, GiB, (found.a.peak_bytes, found.b.peak_bytes)),
+        ("time, s", difference.time, 1.0, (difference.a.step_s, difference.b.step_s)),
+        ("memory of the fullest rank, GiB", difference.memory, GiB, (difference.a.peak_bytes, difference.b.peak_bytes)),
     ):
         all_terms = [*terms, DiffTerm("all", *whole)]
         rows = [
-            (each.name, each.a / unit, each.b / unit, _more(each.more / unit, max(whole) / unit)) for each in all_terms
+            (term.name, term.a / unit, term.b / unit, _more(term.more / unit, max(whole) / unit)) for term in all_terms
         ]
         parts.append(
             Table(

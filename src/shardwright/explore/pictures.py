@@ -137,24 +137,24 @@ def stage_memory(priced: PricedLayout, limit_bytes: float) -> PagePicture | None
     parts = Markup()
     for rank in range(n):
         below = 0.0
-        for at, (kind, held) in enumerate(kinds.items()):
-            if held[rank] > LEAST_SHARE * top:
-                title = f"pp rank {rank}, {kind}: {format_bytes(held[rank])}"
+        for at, (kind, n_bytes) in enumerate(kinds.items()):
+            if n_bytes[rank] > LEAST_SHARE * top:
+                title = f"pp rank {rank}, {kind}: {format_bytes(n_bytes[rank])}"
                 parts += Markup(
                     '<rect x="{:.3f}%" y="{:.1f}" width="{:.3f}%" height="{:.1f}" fill="var(--{})">'
                     "<title>{}</title></rect>"
                 ).format(
-                    *(rank * step + 0.06 * step, height * (1 - (below + held[rank]) / top)),
-                    *(0.88 * step, height * held[rank] / top, kind_role(at), title),
+                    *(rank * step + 0.06 * step, height * (1 - (below + n_bytes[rank]) / top)),
+                    *(0.88 * step, height * n_bytes[rank] / top, kind_role(at), title),
                 )
-            below += held[rank]
+            below += n_bytes[rank]
         if rank % max(1, n // 16) == 0:
             parts += Markup('<text x="{:.3f}%" y="{:.0f}" text-anchor="middle">{}</text>').format(
                 (rank + 0.5) * step, height + 15, rank
             )
     y = height * (1 - limit_bytes / top)
     label = "memory of each pp rank: " + ", ".join(
-        format_bytes(sum(held[rank] for held in kinds.values())) for rank in range(n)
+        format_bytes(sum(n_bytes[rank] for n_bytes in kinds.values())) for rank in range(n)
     )
     caption = f"One column for each rank of pp; the line is {format_bytes(limit_bytes)}."
     picture = _svg(170, label, parts, _line(0, y, 100, y, "limit"))
@@ -163,14 +163,14 @@ def stage_memory(priced: PricedLayout, limit_bytes: float) -> PagePicture | None
 
 def step_memory(priced: PricedLayout, limit_bytes: float, *, moves: bool = False) -> PagePicture:
     """Return the memory of the fullest rank over a step by kind. `moves`: a line moves over the step."""
-    found = curve(priced.job, priced.candidates, priced.memory.fullest_rank)
-    n = len(found.labels)
+    step_curve = curve(priced.job, priced.candidates, priced.memory.fullest_rank)
+    n = len(step_curve.labels)
     bins = np.arange(0, n, -(-n // MOST_POINTS))
-    top = 1.04 * max(limit_bytes, float(found.total_bytes.max()))
+    top = 1.04 * max(limit_bytes, float(step_curve.total_bytes.max()))
     below, parts, key = np.zeros(len(bins)), Markup(), []
-    for at, (kind, held) in enumerate(found.kinds.items()):
-        above = below + np.maximum.reduceat(held, bins)
-        if (most := float(held.max())) > 0:
+    for at, (kind, n_bytes) in enumerate(step_curve.kinds.items()):
+        above = below + np.maximum.reduceat(n_bytes, bins)
+        if (most := float(n_bytes.max())) > 0:
             d = f"M0 {1000 * (1 - below[0] / top):.0f}{_stairs(above / top, 1)}{_stairs(below[::-1] / top, -1)}Z"
             title = f"{kind}: at most {format_bytes(most)}"
             parts += Markup('<path d="{}" fill="var(--{})"><title>{}</title></path>').format(d, kind_role(at), title)
@@ -183,9 +183,9 @@ def step_memory(priced: PricedLayout, limit_bytes: float, *, moves: bool = False
         '<path class="moves cursor" opacity="0" d="M0 0V1000"><animateMotion path="M0 0L{} 0" dur="12s" '
         'repeatCount="indefinite"/><set attributeName="opacity" to="1"/></path>'
     ).format(len(bins))
-    peak = found.labels[int(found.total_bytes.argmax())]
-    highest = f"highest at {peak}, {format_bytes(float(found.total_bytes.max()))}"
-    label = f"memory over a step, from {found.labels[0]} to {found.labels[-1]}, {highest}"
+    peak = step_curve.labels[int(step_curve.total_bytes.argmax())]
+    highest = f"highest at {peak}, {format_bytes(float(step_curve.total_bytes.max()))}"
+    label = f"memory over a step, from {step_curve.labels[0]} to {step_curve.labels[-1]}, {highest}"
     caption = (
         f"{n:,} moments from the first forward pass (left) to the optimizer (right), without the allocator; {highest}; "
         f"the line is {format_bytes(limit_bytes)}. F, B, I and W are passes: stage, pass, micro-batch."
@@ -197,12 +197,12 @@ def step_memory(priced: PricedLayout, limit_bytes: float, *, moves: bool = False
 def _stairs(heights: Floats, width: int) -> str:
     """Return steps of these heights, as shares of the picture, each as wide as `width`; equal neighbours are one
     step."""
-    found: list[tuple[str, int]] = []
+    stairs: list[tuple[str, int]] = []
     for height in heights:
         y = f"{1000 * (1 - height):.0f}"
-        wide = found.pop()[1] if found and found[-1][0] == y else 0
-        found.append((y, wide + width))
-    return "".join(f"V{y}h{wide}" for y, wide in found)
+        wide = stairs.pop()[1] if stairs and stairs[-1][0] == y else 0
+        stairs.append((y, wide + width))
+    return "".join(f"V{y}h{wide}" for y, wide in stairs)
 
 
 def time_bar(priced: PricedLayout) -> PagePicture:
@@ -225,7 +225,7 @@ def schedule_picture(priced: PricedLayout) -> PagePicture | None:
     job, layout = priced.job, priced.layout
     if layout.pp == 1:
         return None
-    of = ScheduleInputs.from_layout(job.model, layout, job.seq_len)
+    inputs = ScheduleInputs.from_layout(job.model, layout, job.seq_len)
     m = int(priced.candidates.microbatches(job.global_batch)[0])
     most = max(layout.pp, MOST_BOXES // (2 * layout.pp * layout.virtual_stages))
     shown = m if m <= most else next((n for n in _shorter(layout.pp, most) if not schedule_problems(layout, n)), 0)
@@ -235,9 +235,9 @@ def schedule_picture(priced: PricedLayout) -> PagePicture | None:
     if not shown or layout.pp > MOST_ROWS:
         return PagePicture(title, Markup(), caption=f"{bubble} {layout.pp} ranks are too many to be drawn here.")
     times = StagePasses(job, priced.candidates).times()
-    stages = [tuple((1e3 * each[0]).tolist()) for each in (times.forward, times.backward_input, times.weight)]
+    stages = [tuple((1e3 * durations[0]).tolist()) for durations in (times.forward, times.backward_input, times.weight)]
     forward, backward, weight = stages
-    simulation = simulate(of.schedule(shown), Times(forward, backward, weight, 1e3 * float(times.message[0])))
+    simulation = simulate(inputs.schedule(shown), Times(forward, backward, weight, 1e3 * float(times.message[0])))
     timeline = replace(draw.planned(simulation), note=f"bubble {simulation.bubble_rate:.1%}", unit="ms")
     some = "" if shown == m else f" Drawn with {shown} micro-batches, so the drawn bubble is larger."
     return PagePicture(title, timeline_svg(timeline), caption=bubble + some, wide=True)

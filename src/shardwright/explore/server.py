@@ -151,19 +151,19 @@ class ExplorerRequest(BaseHTTPRequestHandler):
     def _answer(self, act: Callable[[], Answer]) -> None:
         try:
             if not self.server.serves(self.headers.get("Host", "")):
-                found = _text(HTTPStatus.MISDIRECTED_REQUEST, "this server has another name; open it by its address")
+                reply = _text(HTTPStatus.MISDIRECTED_REQUEST, "this server has another name; open it by its address")
             elif len(self.path) > LONGEST_ADDRESS:
-                found = _text(HTTPStatus.REQUEST_URI_TOO_LONG, f"an address has at most {LONGEST_ADDRESS:,} characters")
+                reply = _text(HTTPStatus.REQUEST_URI_TOO_LONG, f"an address has at most {LONGEST_ADDRESS:,} characters")
             else:
-                found = act()
+                reply = act()
         except InputError as error:
-            found = _text(HTTPStatus.BAD_REQUEST, *error.problems)
+            reply = _text(HTTPStatus.BAD_REQUEST, *error.problems)
         except (TimeoutError, ConnectionError):  # the client is slow or has gone: there is nobody to answer
             raise
         except Exception as error:  # a bug: the page says so, and the server goes on
             print(f"error: {self.path[:200]}: {type(error).__name__}: {error}", file=sys.stderr)
-            found = _text(HTTPStatus.INTERNAL_SERVER_ERROR, "this answer failed; the error is in the terminal")
-        self._send(found)
+            reply = _text(HTTPStatus.INTERNAL_SERVER_ERROR, "this answer failed; the error is in the terminal")
+        self._send(reply)
 
     def _send(self, answer: Answer) -> None:
         self.send_response(answer.status)
@@ -199,9 +199,9 @@ class ExplorerRequest(BaseHTTPRequestHandler):
         if path.startswith("/learn"):
             return self._learn(path.removeprefix("/learn").strip("/"), query)
         if path.startswith("/search/"):
-            found = self.server.searches.poll(path.removeprefix("/search/"))
-            if found is not None:
-                return Answer(json.dumps(found).encode(), JSON)
+            result = self.server.searches.poll(path.removeprefix("/search/"))
+            if result is not None:
+                return Answer(json.dumps(result).encode(), JSON)
         return _text(HTTPStatus.NOT_FOUND, f"there is no page {unquote(path)[:200]}; open /")
 
     def _post(self) -> Answer:
@@ -230,12 +230,12 @@ class ExplorerRequest(BaseHTTPRequestHandler):
         return parsed.state
 
     def _formulas(self, query: str) -> Answer:
-        found = document(self._state(query))
-        parts = [part for part in found.parts if not isinstance(part, Picture)]
+        rendered = document(self._state(query))
+        parts = [part for part in rendered.parts if not isinstance(part, Picture)]
         body = Markup('<h1>{}</h1><p><a href="/?{}">Back to the sliders</a></p>{}').format(
-            found.title, query, Markup(fragment(parts))
+            rendered.title, query, Markup(fragment(parts))
         )
-        return _page(found.title, body, query)
+        return _page(rendered.title, body, query)
 
     def _plan_json(self, query: str) -> Answer:
         return Answer(json.dumps(document(self._state(query)).data, default=str).encode(), JSON)

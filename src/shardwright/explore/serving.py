@@ -45,19 +45,19 @@ def serving_page(query: str, hardware: Path | None) -> str:
     )  # fmt: skip
 
 
-def served_html(plan: ServingPlan, found: VerbDocument) -> str:
+def served_html(plan: ServingPlan, document: VerbDocument) -> str:
     """Return the result of a search: the curve, and the document of `plan serve` without its picture."""
-    parts = [part for part in found.parts if not isinstance(part, Picture)]
+    parts = [part for part in document.parts if not isinstance(part, Picture)]
     return templates().get_template("served.html").render(pictures=[curve(plan)] if plan.options else [], parts=parts)
 
 
 def curve(plan: ServingPlan) -> PagePicture:
     """Return tokens/s of an accelerator over tokens/s of a user, on logarithmic axes, with the limits of the task."""
     task, step = plan.task, -(-len(plan.options) // MOST_DOTS)
-    users, each = zip(*((1 / one.tpot_s, one.per_accelerator) for one in plan.options), strict=True)
+    users, rates = zip(*((1 / one.tpot_s, one.per_accelerator) for one in plan.options), strict=True)
     limit = 1 / task.tpot_s if task.tpot_s < inf else users[0]
     low, high = min(*users, limit) / 1.15, max(*users, limit) * 1.15
-    bottom, top = min(each) / 1.15, max(each) * 1.15
+    bottom, top = min(rates) / 1.15, max(rates) * 1.15
 
     def x(value: float) -> float:
         return 1000 * log(value / low) / log(high / low)

@@ -84,14 +84,14 @@ def moved(job: Job, choice: Choice, key: str, value: Any) -> Choice:
 
 def sliders(state: PageState) -> dict[str, list[Slider]]:
     """Return the sliders of a state by group, without keys that have one position."""
-    found: dict[str, list[Slider]] = {}
+    by_group: dict[str, list[Slider]] = {}
     shown = {key: group for group, keys in GROUPS.items() for key in keys}
     order = [key for keys in GROUPS.values() for key in keys]
     for key in [*order, *(key for key in LAYOUT_KEYS if key not in shown and key != "dp_shard")]:
         slider = _slider(state, key)
         if slider is not None:
-            found.setdefault(shown.get(key, OTHERS), []).append(slider)
-    return found
+            by_group.setdefault(shown.get(key, OTHERS), []).append(slider)
+    return by_group
 
 
 def _slider(state: PageState, key: str) -> Slider | None:
@@ -99,12 +99,12 @@ def _slider(state: PageState, key: str) -> Slider | None:
     if row is not None and key not in AXES and not row.used(layout):
         return None
     now = state.choice.micro_batch if row is None else getattr(layout, key)
-    values = [each for each in _candidates(state, key) if each == now or _valid(state, key, each)]
+    values = [value for value in _candidates(state, key) if value == now or _valid(state, key, value)]
     if len(values) < 2:
         return None
     if now not in values:
         values.append(now)
-    number = all(type(each) is int for each in values)
+    number = all(type(value) is int for value in values)
     texts = [*map(position, sorted(values) if number else values)]
     if row is None:
         help = "sequences that a rank runs at a time"
@@ -152,7 +152,7 @@ def _candidates(state: PageState, key: str) -> Iterator[Any]:
     elif key in _SIZES:
         yield from _SIZES[key]
     elif row.choices is not None:
-        yield from (each for each in row.choices() if key != "pp_schedule" or not find(each).searched)
+        yield from (value for value in row.choices() if key != "pp_schedule" or not find(value).searched)
     elif key == "recompute_modules" and layout.recomputes_parts:
         yield from _parts(row)
 

@@ -130,19 +130,19 @@ def parse(query: str, hardware: Path | None = None) -> ParsedState:
     with collecting(problems):
         job = _job(values, hardware)
         goal = _goal(values, job, problems)
-    asked = None if problems else job
+    valid_job = None if problems else job
     if job is not None:
         with collecting(problems):
             choice = _choice(values, job)
             check(job, choice)
     pinned = None
     if pin:
-        pinned = parse(urlencode([each for each in parse_qsl(pin) if each[0] != PIN]), hardware).state
+        pinned = parse(urlencode([pair for pair in parse_qsl(pin) if pair[0] != PIN]), hardware).state
         if pinned is None:
             problems.append("pin: the pinned layout cannot be read; pin another one, or leave it out")
     given = values | ({PIN: pin} if pin else {})
     if problems or job is None or choice is None:
-        return ParsedState(given, asked, None, list(dict.fromkeys(problems)))
+        return ParsedState(given, valid_job, None, list(dict.fromkeys(problems)))
     name = values.get("model") or JOB_DEFAULTS["model"]
     return ParsedState(given, job, PageState(name, job, choice, margin, goal, pinned), [])
 
@@ -248,25 +248,25 @@ def longest(key: str) -> int:
 
 def _job(values: Mapping[str, str], hardware: Path | None) -> Job:
     text = {key: values.get(key) or default for key, default in JOB_DEFAULTS.items()}
-    wrong: list[str] = []
-    seq_len = _whole(text, "seq_len", wrong)
-    global_batch = _whole(text, "global_batch", wrong)
-    document_tokens = _document_tokens(text, seq_len, wrong)
+    problems: list[str] = []
+    seq_len = _whole(text, "seq_len", problems)
+    global_batch = _whole(text, "global_batch", problems)
+    document_tokens = _document_tokens(text, seq_len, problems)
     model = machine = None
     try:
         model = _model(text["model"], seq_len)
     except InputError as error:
-        wrong += [problem.replace("--model", "model") for problem in error.problems]
-    with collecting(wrong):
+        problems += [problem.replace("--model", "model") for problem in error.problems]
+    with collecting(problems):
         machine = _cluster(text, hardware)
     for key, choices in CHOICES.items():
         if text[key] not in choices:
-            wrong.append(f"{key}={text[key]}: not one of the choices; {nearest(text[key], choices)}")
+            problems.append(f"{key}={text[key]}: not one of the choices; {nearest(text[key], choices)}")
     if machine is not None and text["precision"] in FORMATS:
         problem = machine.accelerator.peak_problem(FORMATS[text["precision"]].peak)
-        wrong += [] if problem is None else [f"precision={text['precision']}: {problem}"]
-    if wrong or model is None or machine is None:
-        raise InputError(*wrong)
+        problems += [] if problem is None else [f"precision={text['precision']}: {problem}"]
+    if problems or model is None or machine is None:
+        raise InputError(*problems)
     job = Job(
         model=model,
         cluster=machine,
@@ -292,18 +292,18 @@ def _cluster(text: Mapping[str, str], hardware: Path | None) -> Cluster:
     """Return the cluster, named after its changes as `plan` names it."""
     size = f"/{text['node_size']}" * bool(text["node_size"])
     gbit = f"@{text['node_gbit']}Gb" * bool(text["node_gbit"])
-    found = cluster(f"{text['chip']}:{text['count']}{size}{gbit}", hardware)
+    result = cluster(f"{text['chip']}:{text['count']}{size}{gbit}", hardware)
     changes = []
     if text["network"]:
-        found = found.on(text["network"], hardware)
+        result = result.on(text["network"], hardware)
         changes.append(f"network={text['network']}")
     if text["host_memory"]:
         try:
-            found = found.with_host_memory(text["host_memory"])
+            result = result.with_host_memory(text["host_memory"])
         except InputError as error:
             raise InputError(f"host_memory={text['host_memory']}: {error}") from None
         changes.append(f"host_memory={text['host_memory']}")
-    return replace(found, name=", ".join([found.name, *changes]))
+    return replace(result, name=", ".join([result.name, *changes]))
 
 
 def _goal(values: Mapping[str, str], job: Job, problems: list[str]) -> TrainingGoal | None:
@@ -320,19 +320,19 @@ def _goal(values: Mapping[str, str], job: Job, problems: list[str]) -> TrainingG
 
 def _choice(values: Mapping[str, str], job: Job) -> Choice:
     given: dict[str, Any] = {}
-    wrong: list[str] = []
+    problems: list[str] = []
     for key in LAYOUT_KEYS:
         if not (text := values.get(key)):
             continue
         if "," in text:
-            wrong.append(f"{key}={text}: one value is needed, without a comma")
+            problems.append(f"{key}={text}: one value is needed, without a comma")
             continue
-        with collecting(wrong):
+        with collecting(problems):
             given |= layout_value(key, text)
     if "micro_batch" in given and (rule := micro_batch_problem(given["micro_batch"])):
-        wrong.append(f"micro_batch={given['micro_batch']}: {rule}")
-    if wrong:
-        raise InputError(*wrong)
+        problems.append(f"micro_batch={given['micro_batch']}: {rule}")
+    if problems:
+        raise InputError(*problems)
     return _choice_of(given, job)
 
 
@@ -357,7 +357,7 @@ def check(job: Job, choice: Choice) -> None:
     if layout.pp > 1 and layout.kind.searched:
         large.append(f"pp_schedule={layout.pp_schedule}: its search takes seconds, and this page answers at once")
     if large:
-        raise InputError(*(f"{each}; shardwright plan --explain has no such limit" for each in large))
+        raise InputError(*(f"{problem}; shardwright plan --explain has no such limit" for problem in large))
     estimate(job, layout, choice.micro_batch)
     n_microbatches = job.global_batch // (choice.micro_batch * layout.data_ranks)
     actions = 2 * layout.pp * layout.virtual_stages * n_microbatches

@@ -49,35 +49,35 @@ class GroupTraffic:
 
 def sent_messages(priced: PricedLayout) -> list[SentMessage]:
     """Return the messages of the rank of pp with the most work, with equal messages of its layers added up."""
-    found: dict[tuple[Any, ...], SentMessage] = {}
+    by_key: dict[tuple[Any, ...], SentMessage] = {}
     for message in step_messages(priced.job, priced.candidates, int(priced.time.busiest[0])):
         size, stride = int(_first(message.size)), int(_first(message.stride))
         key = message.what, named(message.collective), message.work, size, stride, _first(message.n_bytes)
-        before = found.get(key)
+        before = by_key.get(key)
         slower = priced.job.stack.speed.slowdown(message.work)
         calls, seconds = _first(message.calls), _first(message.seconds(priced.job.cluster, slower))
-        found[key] = SentMessage(
+        by_key[key] = SentMessage(
             *key,
             calls + (before.calls if before else 0.0),
             seconds + (before.seconds if before else 0.0),
         )
-    return list(found.values())
+    return list(by_key.values())
 
 
 def groups(priced: PricedLayout, messages: Iterable[SentMessage]) -> list[GroupTraffic]:
     """Return the messages by the kind of work and the ranks of a group, the slowest first."""
     cluster = priced.job.cluster
-    found: dict[tuple[str, int, int], list[SentMessage]] = {}
-    for each in messages:
-        found.setdefault((each.work, each.size, each.stride), []).append(each)
+    by_group: dict[tuple[str, int, int], list[SentMessage]] = {}
+    for message in messages:
+        by_group.setdefault((message.work, message.size, message.stride), []).append(message)
     result = []
-    for (work, size, stride), sent in found.items():
+    for (work, size, stride), sent in by_group.items():
         inside = size * stride <= cluster.node_size or (size == 2 and stride < cluster.node_size)
         link = "links inside a node" if inside else f"network between nodes ({cluster.across.name})"
         name = f"{work}, {_axes(priced, work, size, stride)}"
-        n_bytes = sum(each.calls * each.n_bytes for each in sent)
-        result.append(GroupTraffic(name, size, stride, link, n_bytes, sum(each.seconds for each in sent)))
-    return sorted(result, key=lambda each: -each.seconds)
+        n_bytes = sum(message.calls * message.n_bytes for message in sent)
+        result.append(GroupTraffic(name, size, stride, link, n_bytes, sum(message.seconds for message in sent)))
+    return sorted(result, key=lambda group: -group.seconds)
 
 
 def _axes(priced: PricedLayout, work: str, size: int, stride: int) -> str:
@@ -101,8 +101,8 @@ def overlap_table(priced: PricedLayout, messages: Sequence[SentMessage]) -> Tabl
     """Return the time of the messages by kind of work: all calls one after another, the time by which they make the
     step longer, and the share that overlaps with computation. The messages of the pipeline are part of its waiting."""
     rows: list[Sequence[Any]] = []
-    for work in dict.fromkeys(each.work for each in messages):
-        alone = sum(each.seconds for each in messages if each.work == work)
+    for work in dict.fromkeys(message.work for message in messages):
+        alone = sum(message.seconds for message in messages if message.work == work)
         exposed = None if work == PIPELINE else priced.parts_s[work]
         overlapped = None if exposed is None or not alone else percent(max(0.0, 1 - exposed / alone))
         rows.append((work, alone, exposed, overlapped))
@@ -119,9 +119,9 @@ def message_table(messages: Iterable[SentMessage], patterns: Sequence[str] = ("*
 
 
 def _rows(messages: Iterable[SentMessage], patterns: Sequence[str]) -> Iterator[Sequence[Any]]:
-    for each in messages:
-        if any(fnmatchcase(each.what, pattern) for pattern in patterns):
-            yield each.what, each.collective, each.size, each.calls, each.n_bytes, each.seconds
+    for message in messages:
+        if any(fnmatchcase(message.what, pattern) for pattern in patterns):
+            yield message.what, message.collective, message.size, message.calls, message.n_bytes, message.seconds
 
 
 def _first(value: Any) -> float:

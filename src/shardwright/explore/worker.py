@@ -33,7 +33,7 @@ class PageSearch:
     started_s: float = field(default_factory=time.monotonic)
     polled_s: float = field(default_factory=time.monotonic)
     done: int = 0
-    of: int = 0
+    total: int = 0
     result: str | None = None
     problems: list[str] = field(default_factory=list)
 
@@ -43,7 +43,7 @@ class PageSearch:
             while self.pipe.poll():
                 kind, *values = self.pipe.recv()
                 if kind == "progress":
-                    self.done, self.of = values
+                    self.done, self.total = values
                 elif kind == "result":
                     self.result = values[0]
                 else:
@@ -76,7 +76,7 @@ class PageSearches:
         if as many searches as possible are running."""
         with self._lock:
             self._end_unpolled()
-            if sum(each.running for each in self._searches.values()) >= MOST:
+            if sum(search.running for search in self._searches.values()) >= MOST:
                 raise InputError(f"{MOST} searches are running, which is the most at a time; wait, or cancel one")
             ours, theirs = _CONTEXT.Pipe(duplex=False)
             # Not a daemon, because the search of a large cluster starts processes; begin_worker ends it with this one.
@@ -98,7 +98,7 @@ class PageSearches:
             search.receive()
             if not search.running:
                 self._remove(name)
-            return {"done": search.done, "of": search.of, "result": search.result, "problems": search.problems}
+            return {"done": search.done, "of": search.total, "result": search.result, "problems": search.problems}
 
     def cancel(self, name: str) -> None:
         """End a search, if it is there."""
@@ -136,7 +136,7 @@ def run(pipe: Connection, work: Work, arguments: tuple[Any, ...]) -> None:
     """Run a search in this process, and send its progress and its result."""
     begin_worker()
     try:
-        pipe.send(("result", work(lambda done, of: pipe.send(("progress", done, of)), *arguments)))
+        pipe.send(("result", work(lambda done, total: pipe.send(("progress", done, total)), *arguments)))
     except InputError as error:
         pipe.send(("problems", *error.problems))
     except Exception as error:

@@ -41,7 +41,7 @@ class RaggedBatch:
         self.segments = tuple(segments)
         self.tokens = tokens
         self.n_wanted = [1] * len(segments) if n_wanted is None else n_wanted
-        self.held: list[range] | None = None
+        self.spans: list[range] | None = None
         """This rank's tokens of the padded row with context parallelism; None if it has all."""
         self.replayed_NLK: Tensor | None = None
         """The experts that the tokens get in each layer with experts, before the pass (`model/expert_choices.py`)."""

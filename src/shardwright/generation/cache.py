@@ -210,7 +210,7 @@ class PrefillAttention:
         rule: AttentionRule | None = None,
     ) -> Tensor:
         batch = self.cache.batch
-        if batch.held is not None:
+        if batch.spans is not None:
             return self.sharded(q_1NHC, k_1NKC, v_1NKC, documents, rule)
         parts = [x[:, : batch.n_tokens].split(_lengths(batch), 1) for x in (q_1NHC, k_1NKC, v_1NKC)]
         o_1NHC = torch.cat([attend(q, k, v, None, rule) for q, k, v in zip(*parts, strict=True)], 1)
@@ -237,7 +237,7 @@ class CachedAttention:
         n = batch.n_tokens
         if n == 0:  # padding alone: other ranks have tokens
             return torch.zeros_like(q_1NHC)
-        whole = [self.gather(x) for x in (k_1NKC, v_1NKC)] if batch.held is not None else [k_1NKC, v_1NKC]
+        whole = [self.gather(x) for x in (k_1NKC, v_1NKC)] if batch.spans is not None else [k_1NKC, v_1NKC]
         new_NKC = [x[0, :n] for x in whole]
         if rule is not None and not batch.is_prefill:
             assert isinstance(self.layer, RuledLayerCache)
@@ -302,7 +302,7 @@ class CachedLatentAttention:
         batch = self.layer.cache.batch
         n = batch.n_tokens
         kept_1NX = torch.cat((self.gather_shards(latent_1NL), k_1N1P.squeeze(2)), -1)
-        if batch.held is not None:
+        if batch.spans is not None:
             kept_1NX = self.gather_context(kept_1NX)
         if n:
             self.layer.write(kept_1NX[0, :n].unsqueeze(1))
@@ -353,7 +353,7 @@ class CachedDeltaNet:
             return qkvz_1NF.new_zeros(*qkvz_1NF.shape[:2], qkvz_1NF.shape[2] // sum(widths) * widths[-1])
         for tensor in self.states:
             tensor[[segment.slot for segment in batch.segments if segment.start == 0]] = 0
-        whole = [x if batch.held is None else self.gather_context(x) for x in (qkvz_1NF, ba_1NF)]
+        whole = [x if batch.spans is None else self.gather_context(x) for x in (qkvz_1NF, ba_1NF)]
         projections = [x[:, :n] for x in whole]
         if batch.is_decode and not self.cache.n_ahead:
             o_NF = self._advance(batch.rows, [x.transpose(0, 1) for x in projections], weights)[:, 0]
@@ -364,7 +364,7 @@ class CachedDeltaNet:
                 [run(*segment_and_parts, weights)[0] for segment_and_parts in zip(batch.segments, parts, strict=True)]
             )
         o_1NF = padded(o_NF, whole[0])
-        return o_1NF if batch.held is None else torch.cat([o_1NF[:, at.start : at.stop] for at in batch.held], 1)
+        return o_1NF if batch.spans is None else torch.cat([o_1NF[:, at.start : at.stop] for at in batch.spans], 1)
 
     def _run(self, segment: SequenceSegment, projections: Sequence[Tensor], weights: list[Tensor]) -> Tensor:
         return self._advance(slice(segment.slot, segment.slot + 1), projections, weights)

@@ -226,7 +226,7 @@ class LayoutEngine:
         cuts = sequence_cuts(self.layout) if sharded else self.layout.tp if self.layout.token_shards else 1
         n_padded = max(1, *(-(-batch.n_tokens // cuts) for batch in batches)) * cuts
         for batch in batches:
-            batch.held = self._held(n_padded) if sharded else None
+            batch.spans = self._rank_spans(n_padded) if sharded else None
         self._upcoming, self._logits = iter(batches), []
         replays = any(batch.replayed_NLK is not None for batch in batches)
         experts = [self._own_choices(batch, n_padded) for batch in batches] if replays else None
@@ -259,8 +259,8 @@ class LayoutEngine:
         tokens_N[: batch.n_tokens] = torch.tensor(batch.tokens, dtype=torch.int64)
         positions_N = torch.zeros(n_padded, dtype=torch.int64)
         positions_N[: batch.n_tokens] = torch.tensor(batch.positions, dtype=torch.int64)
-        if batch.held is not None:
-            local = torch.cat([torch.arange(span.start, span.stop) for span in batch.held])
+        if batch.spans is not None:
+            local = torch.cat([torch.arange(span.start, span.stop) for span in batch.spans])
             tokens_N, positions_N = tokens_N[local], positions_N[local]
         tokens_1N = tokens_N[None].to(self.device)
         return Microbatch(tokens_1N, tokens_1N, positions_N.to(self.device), None)
@@ -271,8 +271,8 @@ class LayoutEngine:
         if experts_NLK is None:  # a pass without tokens
             experts_NLK = torch.zeros(0, *choice_shape(self.model.spec), dtype=torch.int64)
         experts_NLK = padded_choices(experts_NLK, n_padded)
-        if batch.held is not None:
-            experts_NLK = torch.cat([experts_NLK[span.start : span.stop] for span in batch.held])
+        if batch.spans is not None:
+            experts_NLK = torch.cat([experts_NLK[span.start : span.stop] for span in batch.spans])
         if self.layout.token_shards:
             experts_NLK = experts_NLK.chunk(self.layout.tp)[self.layout.coordinates(dist.get_rank())["tp"]]
         return experts_NLK[None].to(self.device)
@@ -283,7 +283,7 @@ class LayoutEngine:
         chosen_NLK = torch.zeros(shape, dtype=torch.int64, device=self.device)
         for place in sorted(made):
             experts_1tK = self._gather_shards(made[place])
-            if batch.held is not None:
+            if batch.spans is not None:
                 experts_1tK = self._gather_context(experts_1tK)
             chosen_NLK[:, place] = experts_1tK[0, : batch.n_tokens]
         if self.model.groups.pp is not None:
@@ -298,7 +298,7 @@ class LayoutEngine:
         """Return the wanted tokens alone, for the last norm and the head."""
         x_1ND = self._gather_shards(inputs[0])
         batch = self.cache.batch
-        if batch.held is not None:
+        if batch.spans is not None:
             x_1ND = self._gather_context(x_1ND)
         return (x_1ND[:, batch.wanted],)
 
@@ -332,7 +332,7 @@ class LayoutEngine:
         begins = all(batch.is_prefill and len(batch.segments) <= 1 for batch in batches)
         return self.layout.cp > 1 and begins and any(batch.n_tokens for batch in batches)
 
-    def _held(self, n_padded: int) -> list[range]:
+    def _rank_spans(self, n_padded: int) -> list[range]:
         """Return this rank's tokens of a row that is sharded over cp."""
         layout, at = self.layout, self.layout.coordinates(dist.get_rank())
         return spans(layout.cp_method, n_padded, layout.cp_ring, layout.cp_ulysses, at["cp_ring"], at["cp_ulysses"])

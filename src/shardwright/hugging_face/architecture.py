@@ -109,25 +109,25 @@ class Architecture:
                 raise ConfigError(f"text_config is missing, which has the sizes of a {self.model_type}")
             outside: Config = {key: given[key] for key in _OUTSIDE_OF_TEXT if key in given}
             given = {**self.text_defaults, **given["text_config"], **outside}
-        there = {key: value for key, value in given.items() if value is not None}
+        stated = {key: value for key, value in given.items() if value is not None}
         # A null differs from a missing key.
-        there |= {key: 0 for key in self.null_if_zero if key in given and given[key] is None}
-        if "num_key_value_heads" in given and "num_attention_heads" in there:
-            there.setdefault("num_key_value_heads", there["num_attention_heads"])
-        if problems := list(self._wrong_types(there)):
-            raise ConfigError(*problems, *self._problems(there))
-        config = self.complete(there)
+        stated |= {key: 0 for key in self.null_if_zero if key in given and given[key] is None}
+        if "num_key_value_heads" in given and "num_attention_heads" in stated:
+            stated.setdefault("num_key_value_heads", stated["num_attention_heads"])
+        if problems := list(self._type_problems(stated)):
+            raise ConfigError(*problems, *self._problems(stated))
+        config = self.complete(stated)
         problems = [*self._problems(config), *self.problems({**given, **config})]
         values: dict[str, Any] = dict(self.choices)
         for ours, keys in self.sizes.items():
-            there = {key: config[key] for key in _keys(keys) if key in config}
-            if not there:
+            stated = {key: config[key] for key in _keys(keys) if key in config}
+            if not stated:
                 problems.append(f"{_keys(keys)[0]} is missing; it is model.{ours} here")
-            elif len({str(value) for value in there.values()}) > 1:
-                values_in_words = " and ".join(f"{key}={value!r}" for key, value in there.items())
+            elif len({str(value) for value in stated.values()}) > 1:
+                values_in_words = " and ".join(f"{key}={value!r}" for key, value in stated.items())
                 problems.append(f"{values_in_words} differ; only one value for both is supported")
             else:
-                values[ours] = next(iter(there.values()))
+                values[ours] = next(iter(stated.values()))
         if values.get("positions") == "rope":
             theta, scaling, unsupported = read_rope(config)
             fraction, wrong_fraction = rope_fraction(config, self.rope_fraction)
@@ -139,7 +139,7 @@ class Architecture:
             raise ConfigError(*problems)
         return spec
 
-    def _wrong_types(self, config: Config) -> Iterator[str]:
+    def _type_problems(self, config: Config) -> Iterator[str]:
         """Yield sizes that are not numbers, or that cannot be 0: nothing can be computed from them."""
         for ours, keys in self.sizes.items():
             kind = _kind(ours)
@@ -207,7 +207,7 @@ class Architecture:
             back = self.spec(self.config(spec))
         except ConfigError as error:
             return error.problems
-        return [f"{key}={here!r} is {there!r} there" for key, here, there in differences(spec, back)]
+        return [f"{key}={written!r} is {read!r} there" for key, written, read in differences(spec, back)]
 
 
 def _keys(keys: str | tuple[str, ...]) -> tuple[str, ...]:

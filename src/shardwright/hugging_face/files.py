@@ -147,7 +147,7 @@ def read_folder(path: Path) -> ModelFolder:
     Raises ConfigError if it is not supported, with every reason.
     """
     config, architecture, spec = _read_config(inside(path, CONFIG))
-    if problems := list(_wrong_token_ids(path, architecture, spec.vocab_size)):
+    if problems := list(_token_id_problems(path, architecture, spec.vocab_size)):
         raise ConfigError(*problems)
     if spec.mtp_modules and not _holds_layer(path, architecture, spec.n_layers):
         spec = replace(spec, mtp_modules=0)
@@ -160,7 +160,7 @@ def _has_own_head(path: Path, architecture: Architecture) -> bool:
     `transformers` then keeps both, regardless of config.json."""
     if not _has_weights(path):
         return False
-    tensors = held_tensors(path)
+    tensors = tensors_in_files(path)
     head, embedding = (f"{architecture.ends[name]}.weight" for name in ("head", "embedding"))
     one, other = tensors.get(head), tensors.get(architecture.prefix + embedding, tensors.get(embedding))
     if one is None or other is None:
@@ -198,10 +198,10 @@ def _holds_layer(path: Path, architecture: Architecture, layer: int) -> bool:
     if not _has_weights(path):
         return False
     begin = architecture.layers.format(layer=layer)
-    return any(name.removeprefix(architecture.prefix).startswith(begin) for name in held_tensors(path))
+    return any(name.removeprefix(architecture.prefix).startswith(begin) for name in tensors_in_files(path))
 
 
-def held_tensors(path: Path) -> dict[str, TensorInFile]:
+def tensors_in_files(path: Path) -> dict[str, TensorInFile]:
     """Return every tensor of a folder by its name, from the headers of its safetensors files: of model.safetensors, or
     otherwise of the files in the index, as `transformers` chooses them. The index's entries of single tensors are not
     read, because an older index may name tensors that no longer exist.
@@ -267,9 +267,9 @@ def read_header(path: Path) -> dict[str, TensorInFile]:
             f"with transformers first"
         )
     for name, entry in entries.items():
-        there, n_bytes = entry.data_offsets[1] - entry.data_offsets[0], entry.n_elements * _ITEM_BYTES[entry.dtype]
-        if there != n_bytes:
-            raise DamagedError(f"{path} is damaged: {name} has {there:,} bytes, and its shape makes {n_bytes:,}")
+        has_bytes, n_bytes = entry.data_offsets[1] - entry.data_offsets[0], entry.n_elements * _ITEM_BYTES[entry.dtype]
+        if has_bytes != n_bytes:
+            raise DamagedError(f"{path} is damaged: {name} has {has_bytes:,} bytes, and its shape makes {n_bytes:,}")
     return {
         name: TensorInFile(path, DTYPES.get(entry.dtype, "uint8"), entry.shape, begin + entry.data_offsets[0])
         for name, entry in entries.items()
@@ -324,14 +324,14 @@ def _some(names: list[str], n: int = 3) -> str:
     return ", ".join(names[:n]) + more
 
 
-def said_shortly(problems: list[str], n: int = 4) -> Iterator[str]:
+def shortened(problems: list[str], n: int = 4) -> Iterator[str]:
     """Yield the first problems, and the number of further ones."""
     yield from problems[:n]
     if len(problems) > n:
         yield f"and {len(problems) - n} more"
 
 
-def _wrong_token_ids(path: Path, architecture: Architecture, vocab_size: int) -> Iterator[str]:
+def _token_id_problems(path: Path, architecture: Architecture, vocab_size: int) -> Iterator[str]:
     """Yield a sentence for each id outside the vocabulary: a text would never end, or the first step would fail."""
     for name in (CONFIG, GENERATION):
         table = _token_id_table(path, name)

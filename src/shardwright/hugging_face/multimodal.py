@@ -23,7 +23,7 @@ _GEMMA3_DEFAULTS = {
 """Gemma3TextConfig's defaults for keys that published configurations leave out."""
 
 
-def _of_text(text: Architecture, model_type: str, class_name: str, defaults: dict[str, Any]) -> Architecture:
+def _text_architecture(text: Architecture, model_type: str, class_name: str, defaults: dict[str, Any]) -> Architecture:
     """Return the architecture of a model of text and images with the text part `text`."""
     return register(
         replace(
@@ -38,6 +38,6 @@ def _of_text(text: Architecture, model_type: str, class_name: str, defaults: dic
     )
 
 
-LLAMA4 = _of_text(llama4.LLAMA4_TEXT, "llama4", "Llama4ForConditionalGeneration", {})
-GEMMA3 = _of_text(gemma.GEMMA3, "gemma3", "Gemma3ForConditionalGeneration", _GEMMA3_DEFAULTS)
-MISTRAL3 = _of_text(mistral.MISTRAL, "mistral3", "Mistral3ForConditionalGeneration", {})
+LLAMA4 = _text_architecture(llama4.LLAMA4_TEXT, "llama4", "Llama4ForConditionalGeneration", {})
+GEMMA3 = _text_architecture(gemma.GEMMA3, "gemma3", "Gemma3ForConditionalGeneration", _GEMMA3_DEFAULTS)
+MISTRAL3 = _text_architecture(mistral.MISTRAL, "mistral3", "Mistral3ForConditionalGeneration", {})

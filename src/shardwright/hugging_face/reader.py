@@ -16,9 +16,9 @@ from shardwright.hugging_face.files import (
     MXFP4,
     ModelFolder,
     TensorInFile,
-    held_tensors,
     read_folder,
-    said_shortly,
+    shortened,
+    tensors_in_files,
 )
 from shardwright.hugging_face.table import FileTensor, ParameterPart, file_tensors, reasons_to_ignore
 from shardwright.model.modules import rows
@@ -114,16 +114,16 @@ class HuggingFaceWeights(MappedTensors):
     def __init__(self, folder: ModelFolder) -> None:
         """Raises CheckpointError, with every problem at once: tensors missing, too many or of other shapes."""
         self.folder, self.path = folder, folder.path
-        self._held = held_tensors(folder.path)
+        self._stored = tensors_in_files(folder.path)
         self._halves: dict[str, tuple[str, str]] = {}
         """The name of a tensor in mxfp4 -> the names of its blocks and of its scales."""
         expected = [tensor for tensor in file_tensors(folder.architecture, folder.spec) if not tensor.copy]
-        self._tensors = [self._as_stored(tensor) for tensor in _found(expected, self._held, folder)]
+        self._tensors = [self._as_stored(tensor) for tensor in _named_as_stored(expected, self._stored, folder)]
         known = {tensor.name for tensor in self._tensors} | {*chain(*self._halves.values())}
-        reasons = reasons_to_ignore(folder.architecture, folder.spec, self._held.keys() - known)
+        reasons = reasons_to_ignore(folder.architecture, folder.spec, self._stored.keys() - known)
         self._raise_problems(reasons)
         self.left_out = {name: reason for name, reason in sorted(reasons.items()) if reason is not None}
-        dtypes = {name: stored.dtype for name, stored in self._held.items()} | dict.fromkeys(self._halves, "bfloat16")
+        dtypes = {name: stored.dtype for name, stored in self._stored.items()} | dict.fromkeys(self._halves, "bfloat16")
         super().__init__(folder.spec, self._tensors, dtypes, self._slice)
         self._open: dict[Path, safe_open] = {}
         self._adapter = self._read_adapter()
@@ -151,32 +151,32 @@ class HuggingFaceWeights(MappedTensors):
         """Return a tensor as the files have it: as (..., out, in) if it is in mxfp4, even if it is transposed in bf16.
         Raises CheckpointError for blocks and scales of other shapes or types."""
         halves = (tensor.name + MXFP4[0], tensor.name + MXFP4[1])
-        if tensor.name in self._held or not all(name in self._held for name in halves):
+        if tensor.name in self._stored or not all(name in self._stored for name in halves):
             return tensor
         if tensor.transposed:
             tensor = replace(tensor, transposed=False, shape=(*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2]))
         *lead, n_in = tensor.shape
         for name, more in zip(halves, ((_GROUP // 2,), ()), strict=True):
-            if n_in % _GROUP or self._held[name].shape != (*lead, n_in // _GROUP, *more):
-                shape, expected = [*self._held[name].shape], [*lead, n_in // _GROUP, *more]
+            if n_in % _GROUP or self._stored[name].shape != (*lead, n_in // _GROUP, *more):
+                shape, expected = [*self._stored[name].shape], [*lead, n_in // _GROUP, *more]
                 raise CheckpointError(f"{self.path}: {name} is {shape}, and config.json makes it {expected}")
-            if (dtype := self._held[name].dtype) != "uint8":
+            if (dtype := self._stored[name].dtype) != "uint8":
                 raise CheckpointError(f"{self.path}: {name} is {dtype}, and a tensor in mxfp4 has bytes: uint8")
         self._halves[tensor.name] = halves
         return tensor
 
     def _raise_problems(self, others: dict[str, str | None]) -> None:
-        missing = [tensor.name for tensor in self._tensors if tensor.name not in {*self._held, *self._halves}]
+        missing = [tensor.name for tensor in self._tensors if tensor.name not in {*self._stored, *self._halves}]
         problems = [f"{name} is missing" for name in missing]
         for tensor in self._tensors:
-            stored = self._held.get(tensor.name)
+            stored = self._stored.get(tensor.name)
             if stored is not None and stored.shape != tensor.shape:
                 problems.append(f"{tensor.name} is {list(stored.shape)}, and config.json makes it {list(tensor.shape)}")
         problems += [
             f"{name} is not a tensor of this model" for name, reason in sorted(others.items()) if reason is None
         ]
         if problems:
-            raise CheckpointError(*(f"{self.path}: {problem}" for problem in said_shortly(problems)))
+            raise CheckpointError(*(f"{self.path}: {problem}" for problem in shortened(problems)))
 
     def _slice(self, name: str, spans: Spans) -> Tensor:
         if name in self._halves:
@@ -192,7 +192,7 @@ class HuggingFaceWeights(MappedTensors):
         return self._stored_slice(name, spans)
 
     def _stored_slice(self, name: str, spans: Spans) -> Tensor:
-        stored = self._held[name]
+        stored = self._stored[name]
         try:
             if stored.file not in self._open:
                 open_regular(stored.file).close()
@@ -206,7 +206,9 @@ class HuggingFaceWeights(MappedTensors):
         return f"{self.folder.architecture.class_name} of {self.path}"
 
 
-def _found(expected: list[FileTensor], stored: dict[str, TensorInFile], folder: ModelFolder) -> list[FileTensor]:
+def _named_as_stored(
+    expected: list[FileTensor], stored: dict[str, TensorInFile], folder: ModelFolder
+) -> list[FileTensor]:
     """Return the tensors under their names in the files, which may omit the prefix, as the first GPT-2's do."""
     prefix = folder.architecture.prefix
     if not any(name.startswith(prefix) for name in stored):

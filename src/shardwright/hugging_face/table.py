@@ -91,7 +91,7 @@ def _tensors(spec: ModelSpec, table: Table, rows: dict[str, Row], ours: str, the
             if module == group[0]:
                 yield _tensor(spec, table[group], [rows[f"{name}.{kind}"] for name in group], ours, theirs, f".{kind}")
         elif row.name in table:
-            yield from _of_parameter(spec, table[row.name], row, ours, theirs)
+            yield from _parameter_tensors(spec, table[row.name], row, ours, theirs)
         elif module in table:
             # The head has no prefix: it is not a part of the body that `prefix` names.
             yield _tensor(spec, table[module], [row], ours, "" if row.kind == "head" else theirs, f".{kind}")
@@ -99,7 +99,7 @@ def _tensors(spec: ModelSpec, table: Table, rows: dict[str, Row], ours: str, the
             raise ConfigError(f"{ours}{row.name} has no tensor in this architecture")
 
 
-def _of_parameter(spec: ModelSpec, stored: str | Stored, row: Row, ours: str, theirs: str) -> Iterator[FileTensor]:
+def _parameter_tensors(spec: ModelSpec, stored: str | Stored, row: Row, ours: str, theirs: str) -> Iterator[FileTensor]:
     if isinstance(stored, Stored) or "{expert}" not in stored:
         yield _tensor(spec, stored, [row], ours, theirs, "")
         return

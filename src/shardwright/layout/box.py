@@ -38,7 +38,7 @@ class Box:
     def groups(self, axes: Iterable[str]) -> Iterator[tuple[int, ...]]:
         along = set(axes)
         for rest in self.span(set(self.degrees) - along):
-            yield tuple(self.rank_at({**rest, **there}) for there in self.span(along))
+            yield tuple(self.rank_at({**rest, **place}) for place in self.span(along))
 
 
 class NumberedRanks:
@@ -70,13 +70,13 @@ class NumberedRanks:
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Return the group in `groups(*axes)` that contains `rank`."""
         box = self._box(axes)
-        here = box.coordinates(rank)
-        return tuple(box.rank_at({**here, **there}) for there in box.span(axes))
+        coordinates = box.coordinates(rank)
+        return tuple(box.rank_at({**coordinates, **place}) for place in box.span(axes))
 
     def data_rank(self, rank: int) -> int:
         """Return the index of the part, out of `data_ranks`, of a global batch that a rank reads."""
-        here = self.coordinates(rank)
-        return here["dp_replicate"] * self.degree("dp_shard") + here["dp_shard"]
+        coordinates = self.coordinates(rank)
+        return coordinates["dp_replicate"] * self.degree("dp_shard") + coordinates["dp_shard"]
 
     @cached_property
     def _boxes(self) -> list[Box]:

@@ -33,7 +33,7 @@ class LayoutKey:
     `derived(layout)`: its default, if the default depends on other keys.
     `used(layout)`: whether the key has a meaning in a layout; also called with arrays (`cost.job.Candidates`).
     `needs`: the condition for `used`, in words. If given, a value other than the default is an error when unused.
-    `said`: whether the key is written wherever it is used, and not only where it differs from its default.
+    `always_written`: whether the key is written wherever it is used, and not only where it differs from its default.
     `group`: the name of the choice to which several keys belong; its own name by default.
     `off(layout)`: the changes that disable it, for the search for a culprit; its default unless given.
     `milder`: a value to try after `off`.
@@ -59,7 +59,7 @@ class LayoutKey:
     derived: Callable[[Any], Any] | None = None
     used: Callable[[Any], Any] = lambda layout: True
     needs: str = ""
-    said: bool = False
+    always_written: bool = False
     group: str = ""
     off: Callable[[Any], dict[str, Any]] | None = None
     milder: Any = None

@@ -165,12 +165,12 @@ class Layout(LayoutKeys, NumberedRanks):
 
     def settings(self) -> dict[str, Any]:
         """Return the keys to write for this layout: keys that differ from their default, and keys that are always
-        written where they are used (`LayoutKey.said`)."""
+        written where they are used (`LayoutKey.always_written`)."""
         values = {name: getattr(self, name) for name in KEYS}
         return {
             name: value
             for name, value in values.items()
-            if value != KEYS[name].default_in(self) or (KEYS[name].said and KEYS[name].used(self))
+            if value != KEYS[name].default_in(self) or (KEYS[name].always_written and KEYS[name].used(self))
         }
 
     def __str__(self) -> str:
@@ -251,7 +251,7 @@ class Layout(LayoutKeys, NumberedRanks):
         """Return the ways of micro-batches through the pipeline: for each way, the `pp` ranks of its stages."""
         return self.kind.ways(self.pp, self.virtual_stages)
 
-    def held_by(self, pp_rank: int) -> list[int]:
+    def stages_on(self, pp_rank: int) -> list[int]:
         """Return the stages on a rank of `pp`, way by way."""
         return stages_of_rank(self.ways, pp_rank)
 

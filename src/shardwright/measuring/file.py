@@ -85,7 +85,7 @@ def _lines(
     for ranks, (figures, errors) in fits.items():
         yield f"\n# Mean errors of the fits: {', '.join(f'{what} {error:.0%}' for what, error in errors.items())}."
         yield f"[accelerators.{name}.rates.{ranks}]"
-        yield from _pairs(**figures, **{key: found for key, found in factors.get(ranks, {}).items() if found != {}})
+        yield from _pairs(**figures, **{key: factor for key, factor in factors.get(ranks, {}).items() if factor != {}})
     yield f"\n[accelerators.{name}.sources]"
     yield from _pairs(all=f"measured on {machine.name}" + ("" if machine.across else "; the network is assumed"))
 

@@ -149,12 +149,12 @@ def rank_points(
         overheads=_NONE,
     )
     dist.barrier()
-    group = _of_machine(ranks_here) if grouped else dist.group.WORLD
+    group = _machine_group(ranks_here) if grouped else dist.group.WORLD
     sent = tuple(messages(clock, group)) if ranks_here > 1 and group is not None else ()
     return points, sent
 
 
-def _of_machine(ranks_here: int) -> dist.ProcessGroup:
+def _machine_group(ranks_here: int) -> dist.ProcessGroup:
     """Return the process group of this rank's machine; every rank of the world creates all of these groups."""
     world, rank = dist.get_world_size(), dist.get_rank()
     groups = [dist.new_group(list(range(begin, begin + ranks_here))) for begin in range(0, world, ranks_here)]

@@ -91,8 +91,8 @@ def host_bytes_per_s(clock: MeasuringClock) -> float:
     """Return the one-way bandwidth from accelerator memory to host memory; 0 if they are the same memory."""
     if clock.device.type != "cuda":
         return 0.0
-    there, here = torch.zeros(2**26, device=clock.device), torch.zeros(2**26, pin_memory=True)
-    return here.nbytes / clock.seconds(lambda: here.copy_(there, non_blocking=True))
+    on_device, pinned = torch.zeros(2**26, device=clock.device), torch.zeros(2**26, pin_memory=True)
+    return pinned.nbytes / clock.seconds(lambda: pinned.copy_(on_device, non_blocking=True))
 
 
 def disk_bytes_per_s(folder: Path) -> float:

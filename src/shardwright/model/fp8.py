@@ -74,7 +74,7 @@ class Fp8Linear:
     ) -> None:
         self.settings, self.shared, self.scales = settings, shared, scales
 
-    def of_pass(self) -> "Fp8Linear":
+    def for_pass(self) -> "Fp8Linear":
         """Return the matmuls of one forward pass and its backward pass. Two matmuls read each operand, along different
         dims. A scale of the whole tensor is the same for both, so it is computed once.
 
@@ -85,7 +85,7 @@ class Fp8Linear:
             return self
         return Fp8Linear(self.settings, self.shared, {})
 
-    def of_backward(self) -> "Fp8Linear":
+    def for_backward(self) -> "Fp8Linear":
         """Return the matmuls of one backward pass: another one of the same forward pass has another dy."""
         return self if self.scales is None else Fp8Linear(self.settings, self.shared, dict(self.scales))
 

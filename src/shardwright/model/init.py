@@ -61,7 +61,7 @@ def initialise(
         row, shape = row_of(spec, name), tuple(parameter.shape)
         dtype, whole_shape = (torch.float32, row.shape) if row.stored else (local.dtype, shape)
 
-        def values(at: Sequence[int], of: Sequence[int]) -> Tensor:
-            return initial_values(spec, seed, name, whole_shape, at, of, dtype, local.device, b_std)  # noqa: B023
+        def values(at: Sequence[int], extent: Sequence[int]) -> Tensor:
+            return initial_values(spec, seed, name, whole_shape, at, extent, dtype, local.device, b_std)  # noqa: B023
 
         fill_box(row, local, offsets, shape, values)

@@ -115,14 +115,14 @@ def _operand(weight: Tensor, recipe: Recipe | None, dtype: torch.dtype) -> tuple
     return weight, recipe if isinstance(recipe, Fp8Linear) else None
 
 
-def of_pass(recipe: Recipe | None) -> Recipe | None:
-    """Return the recipe for one forward pass and its backward pass; see `Fp8Linear.of_pass`."""
-    return recipe.of_pass() if isinstance(recipe, Fp8Linear) else recipe
+def for_pass(recipe: Recipe | None) -> Recipe | None:
+    """Return the recipe for one forward pass and its backward pass; see `Fp8Linear.for_pass`."""
+    return recipe.for_pass() if isinstance(recipe, Fp8Linear) else recipe
 
 
-def of_backward(recipe: Recipe | None) -> Recipe | None:
-    """Return the recipe for one backward pass; see `Fp8Linear.of_backward`."""
-    return recipe.of_backward() if isinstance(recipe, Fp8Linear) else recipe
+def for_backward(recipe: Recipe | None) -> Recipe | None:
+    """Return the recipe for one backward pass; see `Fp8Linear.for_backward`."""
+    return recipe.for_backward() if isinstance(recipe, Fp8Linear) else recipe
 
 
 def _grouped(x_RK: Tensor, weight_ENK: Tensor, counts_E: Tensor, fp8: Fp8Linear | None, dtype: torch.dtype) -> Tensor:
@@ -162,7 +162,7 @@ def linear(
     """Return y, differentiable. `saves_first`: save the tensors for the backward pass before the matmul, not after."""
     if not torch.is_grad_enabled():
         return forward(x, weight, bias_F, counts_E, recipe=recipe)
-    saves_first, recipe = saves_first and not torch.compiler.is_compiling(), of_pass(recipe)
+    saves_first, recipe = saves_first and not torch.compiler.is_compiling(), for_pass(recipe)
     y: Tensor = _LinearFunction.apply(x, weight, bias_F, counts_E, saves_first, recipe)
     if saves_first:
         with torch.no_grad():
@@ -193,7 +193,7 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, counts_E = ctx.saved_tensors
         dy = grads[0] if counts_E is None else grads[0].contiguous()
-        recipe, wanted = of_backward(ctx.recipe), ctx.needs_input_grad[1]
+        recipe, wanted = for_backward(ctx.recipe), ctx.needs_input_grad[1]
         dx = input_gradient(dy, weight, counts_E, recipe=recipe) if ctx.needs_input_grad[0] else None
         dweight = weight_gradient_or_defer(ctx.weight, dy, x, counts_E, recipe) if wanted else None
         dbias = _bias_gradient(dy, counts_E) if ctx.needs_input_grad[2] else None

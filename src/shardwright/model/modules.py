@@ -356,7 +356,7 @@ def _with_mup(spec: ModelSizes, of_base: Iterable[Row], in_layer: bool = True) -
         yield replace(row, std=std, width_ratio=width, depth_ratio=depth) if spec.mup else row
 
 
-def _of_base(spec: ModelSizes, layer: int) -> Iterator[Row]:
+def _base_rows(spec: ModelSizes, layer: int) -> Iterator[Row]:
     """Return the parameters of a layer without adapters."""
     in_layer = (mtp_module if layer >= spec.n_layers else FAMILIES[spec.family].layer)(spec, layer)
     return _with_mup(spec, in_layer)
@@ -367,7 +367,7 @@ def layer_rows(spec: ModelSizes, layer: int) -> tuple[Row, ...]:
     """Return the parameters of layer number `layer`, with names within the layer; from number `spec.n_layers` on, of a
     multi-token prediction module. Raises ConfigError if column-parallel rows read the same tensor and differ in
     `ordered`."""
-    of_base = tuple(_of_base(spec, layer))
+    of_base = tuple(_base_rows(spec, layer))
     ordered: dict[str, Row] = {}
     for row in (row for row in of_base if row.split in ("column", "kv_column") and row.input):
         first = ordered.setdefault(row.input, row)

@@ -62,16 +62,16 @@ def differences(saved: ModelSpec, wanted: ModelSpec, also_free: Iterable[str] = 
     Besides `FREE` and `also_free`, the size of `moe.bias_rate` is free, but not whether there is a bias; d_ffn is free
     if every layer has experts.
     """
-    for key, here in _flat(saved).items():
-        there = _flat(wanted).get(key)
+    for key, ours in _flat(saved).items():
+        theirs = _flat(wanted).get(key)
         if key == "moe.bias_rate":
-            here, there = bool(here), bool(there)
+            ours, theirs = bool(ours), bool(theirs)
         unused = key == "d_ffn" and saved.n_expert_layers == wanted.n_expert_layers == saved.n_layers == wanted.n_layers
-        if here != there and key not in FREE and key not in also_free and not unused:
-            yield key, here, there
-    for key, there in _flat(wanted).items():
+        if ours != theirs and key not in FREE and key not in also_free and not unused:
+            yield key, ours, theirs
+    for key, theirs in _flat(wanted).items():
         if key not in _flat(saved):
-            yield key, None, there
+            yield key, None, theirs
 
 
 def _flat(spec: ModelSpec) -> dict[str, Any]:

@@ -149,7 +149,7 @@ class Transformer(nn.Module):
         if spec.lora is not None:
             self._adapt(spec.lora)
 
-    def of_types(self, trained: torch.dtype, frozen: torch.dtype) -> Self:
+    def to_types(self, trained: torch.dtype, frozen: torch.dtype) -> Self:
         """Convert the parameters, frozen ones to `frozen`, in place."""
         self.to(trained)
         for name, parameter in self.named_parameters():

@@ -53,7 +53,7 @@ from shardwright.parallel.topk import TopK
 from shardwright.schedule.actions import Schedule
 from shardwright.schedule.basic import forward_only
 from shardwright.split.compression import elements_of_block, powersgd_rank
-from shardwright.split.documents import deals_documents
+from shardwright.split.documents import balances_documents
 from shardwright.split.sequence import SequencePieces
 from shardwright.split.stages import stage_layers, step_schedule
 from shardwright.system.errors import LayoutError
@@ -105,7 +105,7 @@ def apply(
         if groups.tp is not None:
             split_model(part, layout, mesh, groups.tp)
         if layout.cp > 1:
-            _attend_over_cp(part, layout, groups, deals_documents(spec, layout))
+            _attend_over_cp(part, layout, groups, balances_documents(spec, layout))
         if fp8 is not None:
             use_fp8(part, fp8, layout, groups)
         store_base(part, layout, groups.tp)
@@ -158,12 +158,12 @@ def apply(
         stage_groups,
         masters,
         expert_mesh,
-        {name: tensor for each in feedback for name, tensor in each.state.items()},
+        {name: tensor for compressor in feedback for name, tensor in compressor.state.items()},
         stores,
     )
 
 
-def _attend_over_cp(part: Transformer, layout: Layout, groups: Groups, deals_documents: bool) -> None:
+def _attend_over_cp(part: Transformer, layout: Layout, groups: Groups, balances_documents: bool) -> None:
     """Give each block of `part` an attention, or a scan, that continues over the tokens of other ranks of cp."""
     part.sequence_len = partial(operator.mul, layout.cp)
     if groups.cp_ring is not None:
@@ -172,7 +172,7 @@ def _attend_over_cp(part: Transformer, layout: Layout, groups: Groups, deals_doc
     pieces = SequencePieces.from_layout(layout)
     for module in modules:
         if hasattr(module, "attend"):
-            module.attend = ContextAttention(layout.cp_method, groups.cp_ring, groups.cp_ulysses, deals_documents)
+            module.attend = ContextAttention(layout.cp_method, groups.cp_ring, groups.cp_ulysses, balances_documents)
         elif isinstance(module, GatedDeltaNet):
             module.mix = ContextDeltaNet(module, pieces, (groups.cp_ulysses, groups.cp_ring))
 
@@ -221,20 +221,20 @@ def _parts(
     """Return the whole model, or with pp this rank's stages, on the meta device, and for each parameter of the whole
     model the ranks of `pp` that hold it."""
     with torch.device("meta"):
-        whole = Transformer(spec).of_types(dtype, frozen_dtype)
+        whole = Transformer(spec).to_types(dtype, frozen_dtype)
     if groups.pp is None:
         return [whole], {name: (0,) for name, _ in whole.named_parameters()}
     stages = cut_stages(whole, stage_layers(spec, layout, seq_len))
-    local = dict.fromkeys(layout.held_by(groups.pp.rank()))
+    local = dict.fromkeys(layout.stages_on(groups.pp.rank()))
     return [stages[number] for number in local], holders(stages, layout.ways)
 
 
 def _neighbours(layout: Layout) -> Iterator[tuple[int, int]]:
     """Yield the pairs of ranks of `pp`, the lower first, that hold two consecutive stages."""
     for route in layout.ways:
-        for here, there in pairwise(route):
-            if here != there:
-                yield min(here, there), max(here, there)
+        for rank, next_rank in pairwise(route):
+            if rank != next_rank:
+                yield min(rank, next_rank), max(rank, next_rank)
 
 
 def _pipeline(

@@ -64,16 +64,16 @@ class ContextAttention:
         method: str,
         ring: dist.ProcessGroup | None,
         ulysses: dist.ProcessGroup | None,
-        deals_documents: bool = False,
+        balances_documents: bool = False,
     ) -> None:
-        """`deals_documents`: see `split.documents.deals_documents`."""
+        """`balances_documents`: see `split.documents.balances_documents`."""
         assert method in CP_METHODS, method
         assert ring is None or method != "ulysses"
         assert ulysses is None or method in ("ulysses", "usp")
         self.method = method
         self.ring = ring
         self.ulysses = ulysses
-        self.deals_documents = deals_documents
+        self.balances_documents = balances_documents
 
     def __call__(
         self,
@@ -115,7 +115,7 @@ class ContextAttention:
     ) -> Tensor:
         n, t = ring.size(), q_BTHC.shape[1]
         lengths = ((n * t,),) * len(q_BTHC) if documents is None else documents.lengths
-        deals = self.deals_documents and documents is not None
+        deals = self.balances_documents and documents is not None
         at = plan(lengths, self.method, n, ring.rank(), deals, rule.window, rule.chunked)
         keys = RingKeys(at, Ring(ring, self.method == "allgather"))
         return PieceAttention.apply(q_BTHC, k_BTKC, v_BTKC, rule.sinks_H, at.pieces, rule.softcap, keys)

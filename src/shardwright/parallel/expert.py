@@ -108,8 +108,8 @@ class ExpertPart(nn.Module):
 
     def forward(self, rows_SD: Tensor, counts_e: Tensor) -> Tensor:
         """Compute `Experts.forward` with rows for each of this rank's experts."""
-        here: dict[str, Any] = {name: local_part(parameter) for name, parameter in self.named_parameters()}
-        out_SD: Tensor = functional_call(self._all[0], here, (rows_SD, counts_e))
+        local: dict[str, Any] = {name: local_part(parameter) for name, parameter in self.named_parameters()}
+        out_SD: Tensor = functional_call(self._all[0], local, (rows_SD, counts_e))
         return out_SD
 
 

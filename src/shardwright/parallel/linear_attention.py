@@ -56,10 +56,10 @@ class ContextDeltaNet:
         self.net, self.pieces = net, pieces
         self.groups = [group for group in groups if group is not None]
         ulysses, ring = groups
-        here = (0 if ulysses is None else ulysses.rank()) + (
+        rank = (0 if ulysses is None else ulysses.rank()) + (
             0 if ring is None else ring.rank() * (1 if ulysses is None else ulysses.size())
         )
-        self.own = pieces.of_ranks[here]
+        self.own = pieces.of_ranks[rank]
         gathered = [piece for of_rank in pieces.of_ranks for piece in of_rank]
         self._places = [gathered.index(piece) for piece in range(pieces.n_pieces)]
 

@@ -150,42 +150,44 @@ CrossEntropy = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 def bound(rows: range, ignore: int, group: dist.ProcessGroup | None, compiled: bool) -> CrossEntropy:
     """Bind these arguments to `cross_entropy`; `compiled`: with torch.compile, unless the loss has collectives."""
-    of = torch.compile(cross_entropy) if compiled and group is None else cross_entropy
-    whole = partial(of, rows=rows, ignore=ignore, group=group)
+    loss_of = torch.compile(cross_entropy) if compiled and group is None else cross_entropy
+    whole = partial(loss_of, rows=rows, ignore=ignore, group=group)
     return partial(_in_parts, whole) if compiled and group is None else whole
 
 
-def _in_parts(of: CrossEntropy, logits_Nv: Tensor, targets_N: Tensor, factor: Tensor | None) -> Tensor:
-    """Return the losses `of` some tokens at a time; a compiled `of` holds all its logits in fp32, twice."""
+def _in_parts(loss_of: CrossEntropy, logits_Nv: Tensor, targets_N: Tensor, factor: Tensor | None) -> Tensor:
+    """Return the losses, computed for some tokens at a time; a compiled `loss_of` keeps its logits in fp32 twice."""
     n_tokens, n_together = len(logits_Nv), _n_together(logits_Nv)
     if n_tokens <= n_together:
-        return of(logits_Nv, targets_N, factor)
+        return loss_of(logits_Nv, targets_N, factor)
     least = math.ceil(n_tokens / n_together)
     # Parts of one size are compiled once, so up to twice as many parts are used if all then have one size.
     n_parts = next((n for n in range(least, 2 * least) if n_tokens % n == 0), least)
     of_part = math.ceil(n_tokens / n_parts)
     factors = [factor] * n_parts if factor is None or not factor.dim() else factor.split(of_part)
     parts = zip(logits_Nv.split(of_part), targets_N.split(of_part), factors, strict=False)
-    return torch.cat([of(*part) for part in parts])
+    return torch.cat([loss_of(*part) for part in parts])
 
 
-def loss_sum(of: CrossEntropy, logits_BTv: Tensor, targets_BT: Tensor, factor: Tensor | None = None) -> Tensor:
-    """Return the loss `of` for a micro-batch, differentiable. The forward pass overwrites the logits with their
+def loss_sum(loss_of: CrossEntropy, logits_BTv: Tensor, targets_BT: Tensor, factor: Tensor | None = None) -> Tensor:
+    """Return the loss of a micro-batch, differentiable. The forward pass overwrites the logits with their
     gradient, because it has the exponentials then. `factor`, a scalar in fp32 or wider: the gradient of the loss in the
     backward pass, if known; the gradient of 16-bit logits is then rounded once, after this multiplication."""
-    total: Tensor = _LossFunction.apply(logits_BTv, targets_BT, of, factor)
+    total: Tensor = _LossFunction.apply(logits_BTv, targets_BT, loss_of, factor)
     return total
 
 
 class _LossFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_BTv: Tensor, targets_BT: Tensor, of: CrossEntropy, factor: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, logits_BTv: Tensor, targets_BT: Tensor, loss_of: CrossEntropy, factor: Tensor | None
+    ) -> Tensor:
         logits_Nv, wanted = logits_BTv.detach().flatten(0, 1), ctx.needs_input_grad[0]
         if wanted:
             factor = _factor(factor, logits_BTv)
             ctx.shape = logits_BTv.shape
             ctx.save_for_backward(logits_Nv, factor)
-        return of(logits_Nv, targets_BT.flatten(), factor if wanted else None).sum()
+        return loss_of(logits_Nv, targets_BT.flatten(), factor if wanted else None).sum()
 
     @staticmethod
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
@@ -194,25 +196,25 @@ class _LossFunction(torch.autograd.Function):
         return dlogits_Nv.view(ctx.shape), None, None, None
 
 
-def token_losses(of: CrossEntropy, logits_BTv: Tensor, targets_BT: Tensor) -> Tensor:
-    """Return the loss `of` each target, (B, T), differentiable. The backward pass overwrites the logits with their
+def token_losses(loss_of: CrossEntropy, logits_BTv: Tensor, targets_BT: Tensor) -> Tensor:
+    """Return the loss `loss_of` each target, (B, T), differentiable. The backward pass overwrites the logits with their
     gradient."""
-    losses_BT: Tensor = _TokenLossFunction.apply(logits_BTv, targets_BT, of)
+    losses_BT: Tensor = _TokenLossFunction.apply(logits_BTv, targets_BT, loss_of)
     return losses_BT
 
 
 class _TokenLossFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_BTv: Tensor, targets_BT: Tensor, of: CrossEntropy) -> Tensor:
-        ctx.of, ctx.shape = of, logits_BTv.shape
+    def forward(ctx: Any, logits_BTv: Tensor, targets_BT: Tensor, loss_of: CrossEntropy) -> Tensor:
+        ctx.loss_of, ctx.shape = loss_of, logits_BTv.shape
         logits_Nv = logits_BTv.detach().flatten(0, 1)
         ctx.save_for_backward(logits_Nv, targets_BT)
-        return of(logits_Nv, targets_BT.flatten(), None).view_as(targets_BT)
+        return loss_of(logits_Nv, targets_BT.flatten(), None).view_as(targets_BT)
 
     @staticmethod
     def backward(ctx: Any, dlosses_BT: Tensor) -> tuple[Tensor | None, ...]:
         logits_Nv, targets_BT = ctx.saved_tensors
-        ctx.of(logits_Nv, targets_BT.flatten(), dlosses_BT.reshape(-1, 1))
+        ctx.loss_of(logits_Nv, targets_BT.flatten(), dlosses_BT.reshape(-1, 1))
         return logits_Nv.view(ctx.shape), None, None
 
 
@@ -255,11 +257,13 @@ class ChunkedLoss:
         return total
 
 
-def _capped(of: CrossEntropy, softcap: float, logits_Cv: Tensor, targets_C: Tensor, factor: Tensor | None) -> Tensor:
-    """Return the loss `of` for softcap tanh(logits / softcap). With a `factor` the gradient of the logits themselves,
-    before the cap, overwrites them."""
+def _capped(
+    loss_of: CrossEntropy, softcap: float, logits_Cv: Tensor, targets_C: Tensor, factor: Tensor | None
+) -> Tensor:
+    """Return the loss of softcap tanh(logits / softcap). With a `factor`, the gradient of the logits before the cap
+    overwrites them."""
     tanh_Cv = logits_Cv.div_(softcap).tanh_().clone()
-    loss = of(logits_Cv.mul_(softcap), targets_C, factor)
+    loss = loss_of(logits_Cv.mul_(softcap), targets_C, factor)
     if factor is not None:
         logits_Cv.mul_(tanh_Cv.square_().neg_().add_(1))
     return loss

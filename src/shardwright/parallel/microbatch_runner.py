@@ -54,7 +54,7 @@ class Microbatch(NamedTuple):
     @property
     def read_by_loss(self) -> tuple[Any, ...]:
         """The arguments of a loss after the output of the model."""
-        more = (each for each in (self.pairs, self.weights_BT) if each is not None)
+        more = (tensor for tensor in (self.pairs, self.weights_BT) if tensor is not None)
         return (self.targets_BT, *more)
 
     @property

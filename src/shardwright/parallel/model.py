@@ -23,7 +23,7 @@ from shardwright.parallel.pipeline.tied import TiedParameters, first_of_each
 from shardwright.parallel.placement import ExpertPlaces
 from shardwright.parallel.replicas import sum_replica_gradients
 from shardwright.parallel.routing import LossScale
-from shardwright.split.documents import Lengths, deals_documents, spans_of_documents
+from shardwright.split.documents import Lengths, balances_documents, spans_of_documents
 from shardwright.split.sequence import positions_of_rank
 from shardwright.split.tensor import vocabulary_rows
 from shardwright.system.torch_private import foreach_zero_
@@ -123,7 +123,7 @@ class ParallelModel:
 
     def positions_of_documents(self, sequences: Sequence[Lengths]) -> Tensor:
         """Return the positions of this rank's tokens for sequences with documents of these lengths; (B, T)."""
-        rank, deals = dist.get_rank(), deals_documents(self.spec, self.layout)
+        rank, deals = dist.get_rank(), balances_documents(self.spec, self.layout)
         return torch.stack([_joined(spans_of_documents(self.layout, lengths, rank, deals)) for lengths in sequences])
 
     def sum_over_losses(self, tensor: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def gathered_by_first(value: Any, kind: Any) -> list[Any]:
     return _decoded(everyone or [], lengths, kind)
 
 
-def dealt_by_first(values: Sequence[Any], kind: Any) -> Any:
+def scattered_by_first(values: Sequence[Any], kind: Any) -> Any:
     """Return this rank's object of `values`, which rank 0 has for all ranks; `kind` and errors as `gathered`."""
     first = dist.get_rank() == 0
     texts = [_encoded(value) for value in values] if first else []

@@ -100,18 +100,18 @@ class ExpertPlaces:
 
     def _exchange(self, tensors: Sequence["_Slices"], moves: Iterable[tuple[int, int]]) -> int:
         """Copy the slices of each tensor from the first to the second position of each move, all at once."""
-        here = dist.get_rank()
+        own_rank = dist.get_rank()
         leaving: dict[int, list[Tensor]] = defaultdict(list)
         arriving: dict[int, list[Tensor]] = defaultdict(list)
         staying: list[tuple[Tensor, Tensor]] = []
         for first, second in moves:
             for tensor in tensors:
                 (source, start), (target, end) = tensor.owners[first], tensor.owners[second]
-                if source == target == here:
+                if source == target == own_rank:
                     staying.append((tensor.at(end), tensor.at(start).clone()))
-                elif source == here:
+                elif source == own_rank:
                     leaving[target].append(tensor.at(start))
-                elif target == here:
+                elif target == own_rank:
                     arriving[source].append(tensor.at(end))
         outgoing = {rank: torch.cat([*map(self._as_bytes, slices)]) for rank, slices in leaving.items()}
         incoming = {

@@ -87,8 +87,8 @@ def start(messages: Sequence[TensorMessage], group: dist.ProcessGroup, axis: str
     ranks of the group may have no message, all of them have called `connect` before."""
     if not messages:
         return []
-    ranks, here = dist.get_process_group_ranks(group), dist.get_rank()
-    ends = ((here, ranks[message.peer]) if message.sends else (ranks[message.peer], here) for message in messages)
+    ranks, own = dist.get_process_group_ranks(group), dist.get_rank()
+    ends = ((own, ranks[message.peer]) if message.sends else (ranks[message.peer], own) for message in messages)
     lines = [MessageChannel(axis, tag, source, target) for source, target in ends]
     numbers = []
     for line in lines:

@@ -103,10 +103,10 @@ class PowerSGD:
         # For each member the matrices of its parts; all have the same number of experts.
         counts = [[len(m_BNM) for m_BNM in group] for group in matrices]
         bases = [member.bases.split(count) for member, count in zip(members, counts, strict=True)]
-        lefts = [[m_BNM @ q_BMR for m_BNM, q_BMR in _pairs(*each)] for each in _pairs(matrices, bases)]
+        lefts = [[m_BNM @ q_BMR for m_BNM, q_BMR in _pairs(*pair)] for pair in _pairs(matrices, bases)]
         sum_together(_flat(lefts), self.group)
         lefts = [[_orthonormal(p_BNR) for p_BNR in group] for group in lefts]
-        own = [[m_BNM.mT @ p_BNR for m_BNM, p_BNR in _pairs(*each)] for each in _pairs(matrices, lefts)]
+        own = [[m_BNM.mT @ p_BNR for m_BNM, p_BNR in _pairs(*pair)] for pair in _pairs(matrices, lefts)]
         rights = [[matrix.clone() for matrix in group] for group in own]
         sum_together(_flat(rights), self.group)
         for member, p, own_q, q, before in zip(members, lefts, own, rights, bases, strict=True):

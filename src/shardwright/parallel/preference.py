@@ -36,11 +36,11 @@ class PairLoss:
     """The loss of the pairs of a micro-batch on this rank, which has the head."""
 
     def __init__(
-        self, section: PreferenceSection, of: CrossEntropy, context: Sequence[dist.ProcessGroup], counts: bool
+        self, section: PreferenceSection, loss_of: CrossEntropy, context: Sequence[dist.ProcessGroup], counts: bool
     ) -> None:
-        """`of`: the cross-entropy of each token. `context`: groups over which the tokens of a sequence are partitioned.
-        `counts`: whether this rank's losses are part of the sum over ranks; one rank of `context` does."""
-        self.section, self.of, self.context, self.counts = section, of, context, counts
+        """`loss_of`: the cross-entropy of each token. `context`: groups over which the tokens of a sequence are
+        partitioned. `counts`: whether this rank's losses are part of the sum over ranks; one rank of `context` does."""
+        self.section, self.loss_of, self.context, self.counts = section, loss_of, context, counts
 
     def __call__(self, logits_BTv: Tensor, targets_BT: Tensor, pairs: PairTargets, factor: Tensor) -> Tensor:
         """Return the loss and `METRICS`, (1 + 4,), summed over pairs and multiplied by `factor`. Only the loss has a
@@ -56,7 +56,7 @@ class PairLoss:
     def log_probs(self, logits_BTv: Tensor, targets_BT: Tensor, pairs: PairTargets) -> Tensor:
         """Return the log-probability of each document, summed over its target tokens, (D,) float64, on all ranks of
         `context`."""
-        losses_N = token_losses(self.of, logits_BTv, targets_BT).flatten().double()
+        losses_N = token_losses(self.loss_of, logits_BTv, targets_BT).flatten().double()
         sums = losses_N.new_zeros(len(pairs.counts_D) + 1)
         sums = sums.index_add(0, pairs.documents_BT.flatten(), -losses_N)
         for group in self.context:

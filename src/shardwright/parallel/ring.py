@@ -120,10 +120,10 @@ class RingBuffer:
     With `overwrite` the first tensor is reused as a receive buffer; otherwise it is only read.
     """
 
-    def __init__(self, held: Tensor, ring: dist.ProcessGroup, tag: int, overwrite: bool = False) -> None:
+    def __init__(self, local: Tensor, ring: dist.ProcessGroup, tag: int, overwrite: bool = False) -> None:
         self._ring = ring
         self._tag = tag
-        self._held = held
+        self._block = local
         self._free_next = overwrite
         self._coming: Tensor | None = None
         self._spare: Tensor | None = None
@@ -134,19 +134,19 @@ class RingBuffer:
         the `last` step; return the current tensor."""
         if not last:
             n, rank = self._ring.size(), self._ring.rank()
-            self._coming = torch.empty_like(self._held) if self._spare is None else self._spare
+            self._coming = torch.empty_like(self._block) if self._spare is None else self._spare
             what = IN_WORDS[self._tag]
-            sent = TensorMessage(True, self._held, (rank + 1) % n, what)
+            sent = TensorMessage(True, self._block, (rank + 1) % n, what)
             received = TensorMessage(False, self._coming, (rank - 1) % n, what)
             self._on_their_way = start([sent, received], self._ring, "cp", self._tag)
-        return self._held
+        return self._block
 
     def wait(self) -> Tensor:
         """Wait for the messages that `start` has started, if any; return the current tensor."""
         for message in self._on_their_way:
             message.wait()
         if self._coming is not None:
-            self._spare = self._held if self._free_next else None
-            self._held, self._coming, self._on_their_way = self._coming, None, []
+            self._spare = self._block if self._free_next else None
+            self._block, self._coming, self._on_their_way = self._coming, None, []
             self._free_next = True
-        return self._held
+        return self._block

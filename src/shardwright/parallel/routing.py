@@ -78,8 +78,8 @@ class ShardedRouter(Router):
         places_BptE = picked_BTE.unflatten(1, (len(self.pieces), -1)).cumsum(2, dtype=torch.int32)
         found_BpE = places_BptE[:, :, -1]
         counts_BPE = found_BpE.new_zeros(len(picked_BTE), self.n_pieces, picked_BTE.shape[-1])
-        for here, piece in enumerate(self.pieces):
-            counts_BPE[:, piece] = found_BpE[:, here]
+        for index, piece in enumerate(self.pieces):
+            counts_BPE[:, piece] = found_BpE[:, index]
         before_BPE = self.sum(counts_BPE).cumsum(1) - counts_BPE
         before_BpE = torch.stack([before_BPE[:, piece] for piece in self.pieces], 1)
         return (places_BptE + before_BpE.unsqueeze(2)).flatten(1, 2)

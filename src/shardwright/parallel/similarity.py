@@ -52,8 +52,8 @@ def similar_experts(model: ParallelModel) -> Tensor | None:
         row = row_of(model.spec, name)
         if row.kind == "expert" and not row.adapter:
             by_layer.setdefault(layer_of(name), []).append(parameter)
-    found = ((layer, [*map(_sampled, parameters)]) for layer, parameters in by_layer.items())
-    most_L3 = _most_similar(model, found)
+    sampled = ((layer, [*map(_sampled, parameters)]) for layer, parameters in by_layer.items())
+    most_L3 = _most_similar(model, sampled)
     orders = {} if model.places is None else model.places.orders
     for layer, order in orders.items():
         expert_E = torch.tensor(order, device=most_L3.device, dtype=most_L3.dtype)

@@ -85,4 +85,4 @@ def gather_values(row: Row, parameter: Tensor, dtype: torch.dtype) -> Tensor:
     shards = parameter.shape[-1] // local_box(parameter)[0].shape[-1]
     parts = [StoredRow(row.stored, row.shape[-1], shards, shard) for shard in range(shards)]
     bytes_of = whole.chunk(shards, -1)
-    return torch.cat([decode(each, part, dtype) for each, part in zip(bytes_of, parts, strict=True)], -1)
+    return torch.cat([decode(codes, part, dtype) for codes, part in zip(bytes_of, parts, strict=True)], -1)

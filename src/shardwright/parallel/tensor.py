@@ -221,7 +221,7 @@ class SharedInput:
         weights += [local_part(self.linears[number].lora_a) for number in adapted]
         biases = [linear.added_bias for linear in self.linears]
         masks = [self.linears[number].input_mask() for number in adapted]
-        recipes = [*(matmul.of_pass(self.recipe) for _ in self.linears), *masks]
+        recipes = [*(matmul.for_pass(self.recipe) for _ in self.linears), *masks]
         outputs = _ColumnProducts.apply(x_BTD, self.axis, recipes, *weights, *biases, *[None] * len(adapted))
         narrow = dict(zip(adapted, outputs[len(self.linears) :], strict=True))
         return {number: (outputs[number], narrow.get(number)) for number in range(len(self.linears))}
@@ -273,7 +273,7 @@ class RowLinear(Adaptable):
         change_D = self.magnitude_change(self.recipe, lambda squares_2D: start_sum(squares_2D, self.axis.group).wait())
         saves_first = self.saves_first and torch.is_grad_enabled() and change_D is None
         also_BTD = self.low_rank(x_BTF)  # of this rank's features, so the reduction sums it too
-        recipe = matmul.of_pass(self.recipe)
+        recipe = matmul.for_pass(self.recipe)
         y_BTD: Tensor = _RowProduct.apply(x_BTF, weight, also_BTD, self.axis, saves_first, recipe)
         if saves_first:
             with torch.no_grad():
@@ -387,8 +387,8 @@ class _ColumnProducts(torch.autograd.Function):
         ctx.save_for_backward(x_BTD if trained else None, *weights)
         if axis.token_shards:
             x_BTD = axis.start_gather(x_BTD).wait()
-        each: Any = zip(weights, biases, recipes, strict=True)
-        return tuple(matmul.forward(x_BTD, w, b, recipe=recipe) for w, b, recipe in each)
+        linears: Any = zip(weights, biases, recipes, strict=True)
+        return tuple(matmul.forward(x_BTD, w, b, recipe=recipe) for w, b, recipe in linears)
 
     @staticmethod
     def backward(ctx: Any, *dys_BTF: Tensor) -> tuple[Tensor | None, ...]:
@@ -397,7 +397,7 @@ class _ColumnProducts(torch.autograd.Function):
         gathering = axis.start_gather(x_BTD) if axis.token_shards and x_BTD is not None else None
         # Nothing before the first adapter is trained, so there the input needs no gradient.
         wanted, *_ = ctx.needs_input_grad
-        recipes = [matmul.of_backward(recipe) for recipe in ctx.recipes]
+        recipes = [matmul.for_backward(recipe) for recipe in ctx.recipes]
         summing = axis.start_sum(_input_gradient(dys_BTF, weights, recipes)) if wanted else None
         if gathering is not None:
             x_BTD = gathering.wait()
@@ -446,7 +446,7 @@ class _RowProduct(torch.autograd.Function):
         if ctx.axis.token_shards:
             dy_BTD = ctx.axis.start_gather(dy_BTD).wait()
         wanted, trained, has_also, *_ = ctx.needs_input_grad
-        recipe = matmul.of_backward(ctx.recipe)
+        recipe = matmul.for_backward(ctx.recipe)
         dweight = matmul.weight_gradient_or_defer(ctx.weight, dy_BTD, x_BTF, recipe=recipe) if trained else None
         dx_BTF = matmul.input_gradient(dy_BTD, weight_DF, recipe=recipe) if wanted else None
         return dx_BTF, dweight, dy_BTD if has_also else None, None, None, None

@@ -71,7 +71,7 @@ class TopK:
             if sparsified(row, k, layout.tp, layout.ep, spec.n_kv_heads):
                 parameter = plain.get(name, whole)
                 error = torch.zeros_like(local_part(parameter)).detach()
-                of_all = _of_all_ranks(error, whole, row.split_dim, mesh)
+                of_all = _errors_of_all(error, whole, row.split_dim, mesh)
                 self._members[name] = _SparseParameter(parameter, error, of_all)
 
     def __contains__(self, name: str) -> bool:
@@ -92,7 +92,9 @@ class TopK:
     def sum(self) -> None:
         """Replace every gradient by the sum of the elements that the ranks send."""
         n = self.group.size()
-        for members in in_groups(self._members.values(), lambda each: n * self._sent_bytes(each), REPLICA_BUCKET_BYTES):
+        for members in in_groups(
+            self._members.values(), lambda member: n * self._sent_bytes(member), REPLICA_BUCKET_BYTES
+        ):
             chosen = [self._take_largest(member) for member in members]
             counts = [values_BK.numel() for values_BK, _ in chosen]
             values = torch.cat([values_BK.flatten() for values_BK, _ in chosen])
@@ -140,7 +142,7 @@ class TopK:
         return n_blocks * self.k * (member.error.element_size() + PLACE_BYTES)
 
 
-def _of_all_ranks(error: Tensor, whole: Tensor, split_dim: int | None, mesh: DeviceMesh) -> DTensor:
+def _errors_of_all(error: Tensor, whole: Tensor, split_dim: int | None, mesh: DeviceMesh) -> DTensor:
     """Return the errors of all ranks, (ranks, *shape of the whole parameter), from this rank's."""
     axes = [axis for axis in mesh.mesh_dim_names or () if axis in ("tp", "tp_kv", "tp_replicas")]
     placements = [Shard(0)]

@@ -149,14 +149,14 @@ def _exchange(
     if not matrices:  # all ranks along this axis have the same place along earlier axes, so all return here
         yield from [None] * (1 if axis.dim is None else 2)
         return (yield from _exchange(axes, [], [], depth + 1, compute))
-    n, here = axis.group.size(), axis.group.rank()
+    n, rank = axis.group.size(), axis.group.rank()
     owned = [[i for i, matrix in enumerate(matrices) if matrix.owner[depth] == place] for place in range(n)]
-    local = [matrices[i] for i in owned[here]]
-    own = [shards[i] for i in owned[here]]
+    local = [matrices[i] for i in owned[rank]]
+    own = [shards[i] for i in owned[rank]]
     if axis.dim is None:
         whole = own
     else:
-        sent = [[shards[i] for i in there] for there in owned]
+        sent = [[shards[i] for i in indices] for indices in owned]
         shapes = [[_shape_at(*pair, depth, place) for pair in zip(local, own, strict=True)] for place in range(n)]
         received = yield from _all_to_all(sent, shapes, shards[0], axis.group)
         whole = [torch.cat(parts, axis.dim) for parts in zip(*received, strict=True)]
@@ -166,11 +166,11 @@ def _exchange(
     else:
         split = [update.split(matrix.sizes[depth], axis.dim) for matrix, update in zip(local, updates, strict=True)]
         returned = [[parts[place] for parts in split] for place in range(n)]
-    shapes = [[shards[i].shape for i in there] for there in owned]
+    shapes = [[shards[i].shape for i in indices] for indices in owned]
     received = yield from _all_to_all(returned, shapes, shards[0], axis.group)
     results: dict[int, Tensor] = {}
-    for there, arrived in zip(owned, received, strict=True):
-        results |= dict(zip(there, arrived, strict=True))
+    for indices, arrived in zip(owned, received, strict=True):
+        results |= dict(zip(indices, arrived, strict=True))
     return [results[i] for i in range(len(matrices))]
 
 

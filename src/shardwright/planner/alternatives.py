@@ -192,6 +192,6 @@ def _evaluated(plan: Plan, kinds: Iterable[_LayoutKind]) -> Iterator[Alternative
         if fastest:
             yield Alternative(kind.name, PricedLayout.from_choice(plan.job, plan.pool.choice(fastest[0])), None)
             continue
-        found = survey(plan.job, plan.limit_bytes, condition, pp=kind.pp)
-        if found.nearest is not None:
-            yield Alternative(kind.name, None, (found.nearest, found.nearest_bytes))
+        surveyed = survey(plan.job, plan.limit_bytes, condition, pp=kind.pp)
+        if surveyed.nearest is not None:
+            yield Alternative(kind.name, None, (surveyed.nearest, surveyed.nearest_bytes))

@@ -35,7 +35,7 @@ def near_batches(plan: Plan, memory_margin: float, processes: int = 1) -> list[N
     taken = plan.recommended
     if taken is None:
         return []
-    found = []
+    batches = []
     for global_batch in tried(plan.job):
         job = replace(plan.job, global_batch=global_batch)
         most_s = (1 - WORTH) * plan.best[0].step_s / plan.job.tokens * job.tokens
@@ -48,8 +48,8 @@ def near_batches(plan: Plan, memory_margin: float, processes: int = 1) -> list[N
             continue
         if other.recommended is not None:
             saved = 1 - other.recommended.step_s / job.tokens * plan.job.tokens / plan.best[0].step_s
-            found.append(NearBatch(global_batch, other, saved))
-    return sorted((each for each in found if each.saved > WORTH), key=lambda each: -each.saved)
+            batches.append(NearBatch(global_batch, other, saved))
+    return sorted((batch for batch in batches if batch.saved > WORTH), key=lambda batch: -batch.saved)
 
 
 def tried(job: Job) -> list[int]:
@@ -58,8 +58,8 @@ def tried(job: Job) -> list[int]:
     size, batch = job.cluster.size, job.global_batch
     if batch % size == 0 or size % batch == 0:
         return []
-    found = dict.fromkeys(each for each in _multiples(size, batch) if abs(each - batch) <= WITHIN * batch)
-    return list(found)[:MOST]
+    sizes = dict.fromkeys(near for near in _multiples(size, batch) if abs(near - batch) <= WITHIN * batch)
+    return list(sizes)[:MOST]
 
 
 def _multiples(size: int, batch: int) -> Iterator[int]:
@@ -67,7 +67,7 @@ def _multiples(size: int, batch: int) -> Iterator[int]:
         if batch % part == 0:
             return
         below = batch // part * part
-        yield from sorted((each for each in (below, below + part) if each), key=lambda each: abs(each - batch))
+        yield from sorted((near for near in (below, below + part) if near), key=lambda near: abs(near - batch))
 
 
 def cheapest(whole: Plan, *, memory_margin: float = MARGIN, top: int = TOP, processes: int = 1) -> Plan:

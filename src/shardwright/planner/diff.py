@@ -57,15 +57,16 @@ class PlanDifference:
     def as_json(self) -> dict[str, Any]:
         """Return the difference as a JSON document."""
         sides = {
-            name: {"step_s": each.step_s, "tokens": each.job.tokens, "peak_bytes": each.peak_bytes,
-                   "cluster": each.job.cluster.name, "text": str(each.choice)}
-            for name, each in (("a", self.a), ("b", self.b))
+            name: {"step_s": side.step_s, "tokens": side.job.tokens, "peak_bytes": side.peak_bytes,
+                   "cluster": side.job.cluster.name, "text": str(side.choice)}
+            for name, side in (("a", self.a), ("b", self.b))
         }  # fmt: skip
         terms = {
             kind: [
-                {"name": each.name, "a": each.a, "b": each.b, "more": each.more, "why": list(each.why)} for each in of
+                {"name": term.name, "a": term.a, "b": term.b, "more": term.more, "why": list(term.why)}
+                for term in group
             ]
-            for kind, of in (("time_s", self.time), ("memory_bytes", self.memory))
+            for kind, group in (("time_s", self.time), ("memory_bytes", self.memory))
         }
         return sides | {"slower": self.slower} | terms | {"choices": self.choices}
 
@@ -85,14 +86,14 @@ def diff(a: PricedLayout, b: PricedLayout, *, explained: bool = True) -> PlanDif
 def _terms(a: Mapping[str, float], b: Mapping[str, float], why: Mapping[str, tuple[str, ...]]) -> tuple[DiffTerm, ...]:
     least = ROUNDING * max(sum(a.values()), sum(b.values()))
     names = list(dict.fromkeys([*a, *b]))
-    found = [DiffTerm(name, a.get(name, 0.0), b.get(name, 0.0), why.get(name, ())) for name in names]
-    return tuple(sorted((each for each in found if abs(each.more) > least), key=lambda each: -abs(each.more)))
+    terms = [DiffTerm(name, a.get(name, 0.0), b.get(name, 0.0), why.get(name, ())) for name in names]
+    return tuple(sorted((term for term in terms if abs(term.more) > least), key=lambda term: -abs(term.more)))
 
 
 def _memory(priced: PricedLayout) -> dict[str, float]:
-    held = priced.memory
-    rank = held.fullest_rank
-    kinds = {kind: float(n_bytes[0, rank]) for kind, n_bytes in held.kinds.items()}
+    memory = priced.memory
+    rank = memory.fullest_rank
+    kinds = {kind: float(n_bytes[0, rank]) for kind, n_bytes in memory.kinds.items()}
     return kinds | {"allocator": priced.peak_bytes - sum(kinds.values())}
 
 
@@ -104,12 +105,12 @@ def _by_name(entries: list[LedgerEntry]) -> dict[str, LedgerEntry]:
 def _why(name: str, a: Mapping[str, LedgerEntry], b: Mapping[str, LedgerEntry]) -> tuple[str, ...]:
     """Return the formula of a term on both sides, and its inputs that differ."""
     one, other = a.get(ledger.identifier(name)), b.get(ledger.identifier(name))
-    formulas = [each.formula if each is not None else "" for each in (one, other)]
-    told = [formulas[0]] if formulas[0] == formulas[1] else [each or "none" for each in formulas]
-    lines = [" -> ".join(told)] if any(formulas) else []
-    inputs = [dict(each.inputs) if each is not None else {} for each in (one, other)]
+    formulas = [entry.formula if entry is not None else "" for entry in (one, other)]
+    texts = [formulas[0]] if formulas[0] == formulas[1] else [formula or "none" for formula in formulas]
+    lines = [" -> ".join(texts)] if any(formulas) else []
+    inputs = [dict(entry.inputs) if entry is not None else {} for entry in (one, other)]
     for symbol in dict.fromkeys([*inputs[0], *inputs[1]]):
-        values = [each.get(symbol) for each in inputs]
+        values = [by_symbol.get(symbol) for by_symbol in inputs]
         if values[0] != values[1] and None not in values:
             lines.append(f"{symbol} {' -> '.join(number(value) for value in values if value is not None)}")
     return tuple(lines)
@@ -119,10 +120,10 @@ def _choices(a: PricedLayout, b: PricedLayout) -> dict[str, tuple[Any, Any]]:
     """Return the keys of the layout and of the job whose values differ."""
     keys = dict.fromkeys([*a.layout.settings(), *b.layout.settings()])
     sides: list[dict[str, Any]] = []
-    for each in (a, b):
-        job = each.job
-        asked = {name: getattr(job, name) for name in ("seq_len", "global_batch", "precision", "optimizer")}
-        asked |= {"cluster": job.cluster.name, "parameters": job.model.n_parameters, "stack": job.stack.name}
-        asked |= {"micro_batch": each.micro_batch} | {key: getattr(each.layout, key) for key in keys}
-        sides.append(asked)
+    for priced in (a, b):
+        job = priced.job
+        choices = {name: getattr(job, name) for name in ("seq_len", "global_batch", "precision", "optimizer")}
+        choices |= {"cluster": job.cluster.name, "parameters": job.model.n_parameters, "stack": job.stack.name}
+        choices |= {"micro_batch": priced.micro_batch} | {key: getattr(priced.layout, key) for key in keys}
+        sides.append(choices)
     return {name: (value, sides[1][name]) for name, value in sides[0].items() if value != sides[1][name]}

@@ -39,7 +39,7 @@ class EqualLayouts:
         return (
             abs(step_s - self.step_s) <= SAME_TIME * self.step_s
             and abs(peak_bytes - self.peak_bytes) <= SAME_BYTES * self.peak_bytes
-            and any(len(differing(each, choice)) == 1 for each in self.members.values())
+            and any(len(differing(member, choice)) == 1 for member in self.members.values())
         )
 
 
@@ -47,13 +47,13 @@ def distinct(pool: LayoutPool, k: int) -> list[EqualLayouts]:
     """Return the k fastest layouts that are pairwise unequal, the fastest first, each with its equals; fewer than k if
     the pool has fewer. More layouts of the pool are evaluated until one layout after the k-th is known, so that the
     equals of each are complete."""
-    asked = k + 1
+    count = k + 1
     while True:
-        numbers = pool.fastest(asked)
-        found = _grouped(pool, numbers)
-        if len(found) > k or len(numbers) < asked:
-            return sorted(found[:k], key=lambda each: pool.times_s([each.simplest]))
-        asked += 2 * k
+        numbers = pool.fastest(count)
+        groups = _grouped(pool, numbers)
+        if len(groups) > k or len(numbers) < count:
+            return sorted(groups[:k], key=lambda group: pool.times_s([group.simplest]))
+        count += 2 * k
 
 
 def differing(one: Choice, other: Choice) -> list[str]:
@@ -67,15 +67,15 @@ def value(choice: Choice, key: str) -> object:
 
 
 def _grouped(pool: LayoutPool, numbers: Sequence[int]) -> list[EqualLayouts]:
-    found: list[EqualLayouts] = []
+    groups: list[EqualLayouts] = []
     for number, step_s in zip(numbers, pool.times_s(numbers), strict=True):
         choice, peak = pool.choice(number), float(pool.peak_bytes[number])
-        taking = [each for each in found if each.takes(choice, step_s, peak)]
+        taking = [group for group in groups if group.takes(choice, step_s, peak)]
         equals = taking[0] if taking else EqualLayouts(step_s, peak)
         if not taking:
-            found.append(equals)
+            groups.append(equals)
         for other in taking[1:]:  # this layout is one choice away from layouts of both
             equals.members |= other.members
-            found.remove(other)
+            groups.remove(other)
         equals.members[number] = choice
-    return found
+    return groups

@@ -40,28 +40,28 @@ def job_document(job: Job, name: str, limit_bytes: float) -> dict[str, Any]:
 
 def layout_document(priced: PricedLayout, limit_bytes: float, goal: TrainingGoal | None = None) -> dict[str, Any]:
     """Return one layout with its numbers; `memory_by_kind_bytes` has a list by pp rank for each kind."""
-    found: dict[str, Any] = {
+    document: dict[str, Any] = {
         "layout": priced.choice.settings(),
         "text": str(priced.choice),
         **vars(headline(priced)),
         "time_s": priced.parts_s,
         "peak_bytes": priced.peak_bytes,
         "fits": priced.fits(limit_bytes),
-        "memory_by_kind_bytes": {kind: np.asarray(held)[0].tolist() for kind, held in priced.memory.kinds.items()},
+        "memory_by_kind_bytes": {kind: np.asarray(sizes)[0].tolist() for kind, sizes in priced.memory.kinds.items()},
         "host_bytes_per_node": priced.host_bytes_per_node,
         "warnings": warnings(priced),
     }
     if load := expert_load_in_words(priced):
-        found["expert_load"] = load
+        document["expert_load"] = load
     if priced.job.reference_sequences:
-        found["reference_s"] = reference_s(priced.job, priced.step_s)
+        document["reference_s"] = reference_s(priced.job, priced.step_s)
     if goal is not None:
         try:
-            run = whole_run_on(priced, found["interval_s"], goal)
+            run = whole_run_on(priced, document["interval_s"], goal)
         except StageError as error:
-            return found | {"days": None, "accelerator_hours": None, "whole_run": None, "stage_problem": str(error)}
-        found |= {"days": run.days, "accelerator_hours": run.accelerator_hours, "whole_run": asdict(run)}
-    return found
+            return document | {"days": None, "accelerator_hours": None, "whole_run": None, "stage_problem": str(error)}
+        document |= {"days": run.days, "accelerator_hours": run.accelerator_hours, "whole_run": asdict(run)}
+    return document
 
 
 def plan_document(
@@ -81,7 +81,7 @@ def plan_document(
     kinds, with `slower` as a share of the recommended layout's time. If no layout fits, `nearest` and `remedies` list
     changes that would make one fit."""
     taken = plan.recommended
-    found = {
+    document = {
         **job_document(plan.job, name, plan.limit_bytes),
         "requested": None if whole is plan else _requested(whole),
         "fixed": None if plan.fixed is None else dict(plan.fixed.values),
@@ -89,43 +89,47 @@ def plan_document(
         "n_fit": len(plan.pool),
         "n_simulated": plan.pool.n_simulated,
         "best": [
-            layout_document(each, plan.limit_bytes, goal) | {"equals": [str(choice) for choice in equals]}
-            for each, equals in zip(plan.best, plan.equals, strict=True)
+            layout_document(priced, plan.limit_bytes, goal) | {"equals": [str(choice) for choice in equals]}
+            for priced, equals in zip(plan.best, plan.equals, strict=True)
         ],
         "prefer": plan.prefer,
         "recommended": None if taken is None else layout_document(taken, plan.limit_bytes, goal),
         "remarks": [] if taken is None else remarks(plan),
         "simplest": None if plan.simplest is None else layout_document(plan.simplest, plan.limit_bytes, goal),
         "run_file": None if taken is None or own is None else _alternative(taken, own),
-        "alternatives": [] if taken is None else [_alternative(taken, each) for each in alternatives],
+        "alternatives": [] if taken is None else [_alternative(taken, alternative) for alternative in alternatives],
     }
     if taken is None:
         nearest = plan.survey.nearest
         assert nearest is not None
-        found["nearest"] = {"text": str(nearest), "peak_bytes": plan.survey.nearest_bytes}
-        found["nearest"]["lacks"] = shortage(plan.job, nearest, plan.survey.nearest_bytes, plan.limit_bytes)
-        found["remedies"] = [each.what for each in remedies]
-    return found
+        document["nearest"] = {"text": str(nearest), "peak_bytes": plan.survey.nearest_bytes}
+        document["nearest"]["lacks"] = shortage(plan.job, nearest, plan.survey.nearest_bytes, plan.limit_bytes)
+        document["remedies"] = [remedy.what for remedy in remedies]
+    return document
 
 
 def _requested(whole: Plan) -> dict[str, Any]:
     taken, cluster = whole.recommended, whole.job.cluster
-    found: dict[str, Any] = {"cluster": cluster.name, "accelerators": cluster.size, "recommended": None}
+    result: dict[str, Any] = {"cluster": cluster.name, "accelerators": cluster.size, "recommended": None}
     if taken is not None:
-        found["recommended"] = {"text": str(taken.choice), "step_s": taken.step_s, "peak_bytes": taken.peak_bytes}
-    return found
+        result["recommended"] = {"text": str(taken.choice), "step_s": taken.step_s, "peak_bytes": taken.peak_bytes}
+    return result
 
 
-def _alternative(taken: PricedLayout, each: Alternative) -> dict[str, Any]:
-    found: dict[str, Any] = {"kind": each.name, "text": str(each.choice), "fits": each.priced is not None}
-    if each.priced is not None:
-        found |= {
-            "step_s": each.priced.step_s,
-            "slower": each.slower(taken),
-            "peak_bytes": each.priced.peak_bytes,
-            "slower_in_s": dict(reasons(taken, each.priced)),
-            "faster_in_s": dict(savings(taken, each.priced)),
+def _alternative(taken: PricedLayout, alternative: Alternative) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "kind": alternative.name,
+        "text": str(alternative.choice),
+        "fits": alternative.priced is not None,
+    }
+    if alternative.priced is not None:
+        document |= {
+            "step_s": alternative.priced.step_s,
+            "slower": alternative.slower(taken),
+            "peak_bytes": alternative.priced.peak_bytes,
+            "slower_in_s": dict(reasons(taken, alternative.priced)),
+            "faster_in_s": dict(savings(taken, alternative.priced)),
         }
-    elif each.nearest is not None:
-        found["peak_bytes"] = each.nearest[1]
-    return found
+    elif alternative.nearest is not None:
+        document["peak_bytes"] = alternative.nearest[1]
+    return document

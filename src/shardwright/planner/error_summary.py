@@ -67,24 +67,24 @@ def summary_lines(title: str, summaries: Sequence[Summary], name: Callable[[Summ
     yield ""
     titles = "mean abs", "median", "bias", "worst", "left out", "inside", "rows"
     yield " ".join(f"{text:>8}" for text in titles) + f"  {title} (row of the worst)"
-    for each in summaries:
-        left_out = "" if each.left_out is None else f"{each.left_out:.1%}"
-        inside = "" if each.inside is None else f"{each.inside:.0%}"
+    for row in summaries:
+        left_out = "" if row.left_out is None else f"{row.left_out:.1%}"
+        inside = "" if row.inside is None else f"{row.inside:.0%}"
         yield (
-            f"{each.mean_absolute:>8.1%} {each.median_absolute:>8.1%} {each.bias:>+8.1%} {each.worst:>+8.1%} "
-            f"{left_out:>8} {inside:>8} {each.n:>8}  {name(each)} ({each.worst_row})"
+            f"{row.mean_absolute:>8.1%} {row.median_absolute:>8.1%} {row.bias:>+8.1%} {row.worst:>+8.1%} "
+            f"{left_out:>8} {inside:>8} {row.n:>8}  {name(row)} ({row.worst_row})"
         )
 
 
 def legend(source: str, summaries: Iterable[ErrorSummary]) -> Iterator[str]:
     """Yield the meaning of the columns about predictions without the `source`, if one is filled."""
-    if any(each.left_out is not None for each in summaries):
+    if any(summary.left_out is not None for summary in summaries):
         yield f"left out: mean absolute error by constants that were fitted without this {source};"
         yield f"inside: rows whose measured value is in the {COVERED:.0%} interval of that prediction"
 
 
 def grouped(what: str, texts: Iterable[tuple[str, Any]]) -> Iterator[str]:
-    """Yield each text once, with the rows that it applies to and their number. `texts`: with the name of a row each."""
+    """Yield each text once, with the rows that it applies to and their number. `texts`: each with the name of a row."""
     rows: dict[str, list[Any]] = {}
     for text, row in texts:
         rows.setdefault(text, []).append(row)

@@ -93,25 +93,25 @@ class PlanEvaluation:
     @property
     def families(self) -> list[PlanErrorSummary]:
         """Return one summary for each family of sources, and last one for all rows."""
-        whole = [found for quantity in QUANTITIES if (found := _summary("all", quantity, self.rows))]
+        whole = [summary for quantity in QUANTITIES if (summary := _summary("all", quantity, self.rows))]
         return [*self._by("family"), *whole]
 
     def _by(self, column: str) -> Iterator[PlanErrorSummary]:
         for name in dict.fromkeys(getattr(row.run.measured, column) for row in self.rows):
             those = [row for row in self.rows if getattr(row.run.measured, column) == name]
             for quantity in QUANTITIES:
-                if found := _summary(name, quantity, those):
-                    yield found
+                if summary := _summary(name, quantity, those):
+                    yield summary
 
     def as_json(self) -> dict[str, Any]:
         """Return `rows`, with the skipped ones among them, `sources` and `families`."""
         rows = [_row_json(row) for row in self.rows]
-        rows += [dict.fromkeys(_KEYS) | _names(each) | {"skipped": each.reason} for each in self.skipped]
+        rows += [dict.fromkeys(_KEYS) | _names(run) | {"skipped": run.reason} for run in self.skipped]
         return {
             "file": str(self.path),
             "rows": sorted(rows, key=lambda row: row["row"]),
-            "sources": [{"source": each.group} | vars(each) for each in self.summaries],
-            "families": [{"family": each.group} | vars(each) for each in self.families],
+            "sources": [{"source": summary.group} | vars(summary) for summary in self.summaries],
+            "families": [{"family": summary.group} | vars(summary) for summary in self.families],
         }
 
 
@@ -123,11 +123,11 @@ def evaluate(path: Path) -> PlanEvaluation:
     return evaluate_runs(path, read_runs(path))
 
 
-def evaluate_runs(path: Path, found: Iterable[PredictableRun | SkippedRun]) -> PlanEvaluation:
+def evaluate_runs(path: Path, runs: Iterable[PredictableRun | SkippedRun]) -> PlanEvaluation:
     """Predict runs that have been read from a file."""
-    predicted = [each if isinstance(each, SkippedRun) else _predict(each) for each in found]
-    rows = tuple(each for each in predicted if isinstance(each, PredictedRun))
-    return PlanEvaluation(path, rows, tuple(each for each in predicted if isinstance(each, SkippedRun)))
+    predicted = [run if isinstance(run, SkippedRun) else _predict(run) for run in runs]
+    rows = tuple(row for row in predicted if isinstance(row, PredictedRun))
+    return PlanEvaluation(path, rows, tuple(run for run in predicted if isinstance(run, SkippedRun)))
 
 
 def step_seconds(run: PredictableRun, calibration: Calibration = CALIBRATED) -> float:
@@ -149,10 +149,10 @@ def _predicted(run: PredictableRun, calibration: Calibration) -> tuple[float, tu
     return float(time.total_s[0]), (float(low[0]), float(high[0]))
 
 
-def report_lines(found: PlanEvaluation) -> Iterator[str]:
+def report_lines(evaluation: PlanEvaluation) -> Iterator[str]:
     """Yield the evaluation as text: a line for each row, the assumptions, a table by source, and a table by family."""
     yield f"{'row':>4}  {'model':<28} {'measured':>10} {'predicted':>10} {'error':>7}   measured GiB  predicted   error"
-    for row in found.rows:
+    for row in evaluation.rows:
         line = f"{row.run.row:>4}  {row.run.measured.model[:28]:<28} "
         if (time := row.pair("step time")) is None:
             line += " " * 29
@@ -163,11 +163,11 @@ def report_lines(found: PlanEvaluation) -> Iterator[str]:
         if (days := row.pair("whole run")) is not None:
             line += f"  {days[1]:.4g} days measured, {days[0]:.4g} predicted, {days[0] / days[1] - 1:+.1%}"
         yield line.rstrip()
-    yield from grouped("skipped", ((each.reason, each.row) for each in found.skipped))
-    yield from grouped("assumed", ((text, row.run.row) for row in found.rows for text in row.run.assumed))
-    for title, summaries in (("source", found.summaries), ("family", found.families)):
-        yield from summary_lines(f"what, {title}", summaries, lambda each: f"{each.quantity}, {each.group}")
-    yield from legend("family", found.summaries)
+    yield from grouped("skipped", ((run.reason, run.row) for run in evaluation.skipped))
+    yield from grouped("assumed", ((text, row.run.row) for row in evaluation.rows for text in row.run.assumed))
+    for title, summaries in (("source", evaluation.summaries), ("family", evaluation.families)):
+        yield from summary_lines(f"what, {title}", summaries, lambda summary: f"{summary.quantity}, {summary.group}")
+    yield from legend("family", evaluation.summaries)
 
 
 def _predict(run: PredictableRun) -> PredictedRun | SkippedRun:

@@ -16,11 +16,11 @@ from shardwright.system.units import MiB, format_bytes
 def explain(priced: PricedLayout) -> list[LedgerEntry]:
     """Return the ledger entries from the batch to the step time, section by section."""
     job, candidates = priced.job, priced.choice.candidates
-    held, _ = priced.memory, priced.time  # before recording, so that `headline` does not record each formula again
+    estimate, _ = priced.memory, priced.time  # before recording, so that `headline` does not record each formula again
     with ledger.record() as entries:
         _batch(priced)
         _parameters(priced)
-        memory.note_fullest(job, candidates, held)
+        memory.note_fullest(job, candidates, estimate)
         step_time(job, candidates)
         headline(priced)
     sections = list(dict.fromkeys(entry.section for entry in entries))
@@ -50,14 +50,14 @@ def lines(entries: Sequence[LedgerEntry]) -> Iterator[str]:
 def _table(entries: Sequence[LedgerEntry]) -> Iterator[str]:
     """Yield the entries of one formula: the formula, the inputs that all entries share, and a line for each entry."""
     first = entries[0]
-    shared = {name: n for name, n in first.inputs.items() if all(each.inputs[name] == n for each in entries)}
+    shared = {name: n for name, n in first.inputs.items() if all(entry.inputs[name] == n for entry in entries)}
     for step in first.formula.split("; "):
         yield f"  {step}"
     if shared:
         yield f"    with {_written(shared)}{_source(first)}"
-    for each in entries:
-        own = _written({name: value for name, value in each.inputs.items() if name not in shared})
-        yield f"    {each.what}{':' * bool(own)} {own}{' ' * bool(own)}= {value_text(each.value, each.unit)}"
+    for entry in entries:
+        own = _written({name: value for name, value in entry.inputs.items() if name not in shared})
+        yield f"    {entry.what}{':' * bool(own)} {own}{' ' * bool(own)}= {value_text(entry.value, entry.unit)}"
 
 
 def _line(entry: LedgerEntry) -> str:
@@ -133,7 +133,7 @@ def _parameters(priced: PricedLayout) -> None:
 
 def _rows(what: str, numel: dict[str, int]) -> int:
     """Record the number of elements of some parameter rows, named as in the model."""
-    found = sum(numel.values())
+    total = sum(numel.values())
     names = ledger.identified(numel)
-    ledger.note(what, " + ".join(names), found, "", "model/modules.py", **names)
-    return found
+    ledger.note(what, " + ".join(names), total, "", "model/modules.py", **names)
+    return total

@@ -67,7 +67,7 @@ def headline(priced: PricedLayout) -> PlanHeadline:
     peak = job.cluster.size * job.peak_flops_per_s
     needed, executed = model_flops(job), executed_flops(job, priced.choice.candidates)
     low, high = interval_s(job, priced.time, job.calibration, interval_narrowing(job, priced.candidates))
-    found = PlanHeadline(
+    numbers = PlanHeadline(
         step_s=priced.step_s,
         interval_s=(float(low[0]), float(high[0])),
         tokens_per_s=per_s,
@@ -82,11 +82,11 @@ def headline(priced: PricedLayout) -> PlanHeadline:
         ledger.note(
             "tokens per s", "tokens_of_a_step / step", per_s, "1/s", tokens_of_a_step=job.tokens, step=priced.step_s
         )
-        shares = [("MFU, full square", "model", found.mfu_full, needed.full)]
-        shares.append(("MFU, causal half", "model", found.mfu_causal, needed.causal))
-        if found.recomputes_flops:
-            shares.append(("HFU, full square", "executed", found.hfu_full, executed.full))
-            shares.append(("HFU, causal half", "executed", found.hfu_causal, executed.causal))
+        shares = [("MFU, full square", "model", numbers.mfu_full, needed.full)]
+        shares.append(("MFU, causal half", "model", numbers.mfu_causal, needed.causal))
+        if numbers.recomputes_flops:
+            shares.append(("HFU, full square", "executed", numbers.hfu_full, executed.full))
+            shares.append(("HFU, causal half", "executed", numbers.hfu_causal, executed.causal))
         for what, kind, share, flops in shares:
             name = ledger.identifier(f"{kind} FLOPs, {what[5:]}")
             ledger.note(
@@ -94,7 +94,7 @@ def headline(priced: PricedLayout) -> PlanHeadline:
                 tokens_per_s=per_s, accelerators=job.cluster.size,
                 peak_rate=job.peak_flops_per_s, **{name: flops},
             )  # fmt: skip
-    return found
+    return numbers
 
 
 TERMS = ("base", "outside", "experts", "narrow", "attention", "unmeasured")

@@ -42,7 +42,7 @@ class LogCalibration:
     def narrowings(self) -> tuple[float, float]:
         """Return the width of the interval of the log's step time relative to the width without any log, before and
         after this log."""
-        before, after = (narrowing(self.derivatives_5, each) for each in self.covariances)
+        before, after = (narrowing(self.derivatives_5, covariance) for covariance in self.covariances)
         return before, after
 
     @property

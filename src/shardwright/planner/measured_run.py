@@ -82,12 +82,12 @@ class PredictableRun:
 
     def predicted_peak_gib(self) -> float:
         """Return the peak of the memory model, in the same unit as `measured.peak_mem_gib`."""
-        found = memory.estimate_memory(self.job, self.candidates)
-        ranks = found.rank_bytes[0]
+        estimate = memory.estimate_memory(self.job, self.candidates)
+        ranks = estimate.rank_bytes[0]
         if self.measured.peak_mem_from == "reserved":
-            ranks = ranks + found.lost_bytes[0]
-        held = {"first": ranks[0], "last": ranks[-1]}.get(self.measured.peak_mem_rank, ranks.max())
-        return float(held) / GiB
+            ranks = ranks + estimate.lost_bytes[0]
+        peak = {"first": ranks[0], "last": ranks[-1]}.get(self.measured.peak_mem_rank, ranks.max())
+        return float(peak) / GiB
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,9 @@ def prepared(line: int, row: MeasuredRun) -> PredictableRun | SkippedRun:
         )
         candidates = _candidates(row, piped)
     except InputError as error:
-        return SkippedRun(line, row, _of_columns(error.problems[0]))
+        return SkippedRun(line, row, _with_columns(error.problems[0]))
     if reason := next(rule_problems(job, candidates, piped), None):
-        return SkippedRun(line, row, _of_columns(reason))
+        return SkippedRun(line, row, _with_columns(reason))
     return PredictableRun(row=line, measured=row, job=job, candidates=candidates, assumed=tuple(_assumed(row)))
 
 
@@ -323,16 +323,16 @@ def _copies_by_node(row: MeasuredRun) -> bool:
 
 def _cluster(row: MeasuredRun) -> Cluster:
     """Return a cluster whose ranks are divided evenly over as few NVLink domains as have room for the run."""
-    found = cluster(f"{row.accelerator}:{row.accelerators}/{evenly(row.accelerators, row.per_domain)}")
+    result = cluster(f"{row.accelerator}:{row.accelerators}/{evenly(row.accelerators, row.per_domain)}")
     # A run on a part of a domain has the links of the domain.
-    found = replace(found, inside=cluster(f"{row.accelerator}:{row.per_domain}/{row.per_domain}").inside)
+    result = replace(result, inside=cluster(f"{row.accelerator}:{row.per_domain}/{row.per_domain}").inside)
     if row.network_gbs is not None:
-        found = found.with_network(row.network_gbs * 1e9 * found.node_size)
-    return found if row.network is None else found.on(row.network)
+        result = result.with_network(row.network_gbs * 1e9 * result.node_size)
+    return result if row.network is None else result.on(row.network)
 
 
 def _candidates(row: MeasuredRun, piped: Layout) -> Candidates:
-    each = {
+    values = {
         "dp_replicate": row.dp_replicate,
         "dp_shard": row.dp_shard,
         "cp": row.cp,
@@ -350,7 +350,7 @@ def _candidates(row: MeasuredRun, piped: Layout) -> Candidates:
         parts["offload_optimizer" if row.offload == "optimizer" else "offload_activations"] = "cpu"
     if row.loss_chunk_tokens:
         parts["loss_chunk_tokens"] = row.loss_chunk_tokens
-    arrays: dict[str, Any] = {key: np.array([value], dtype=np.int64) for key, value in each.items()}
+    arrays: dict[str, Any] = {key: np.array([value], dtype=np.int64) for key, value in values.items()}
     return Candidates(
         shared=replace(
             piped,
@@ -372,12 +372,12 @@ def _stage_layers(row: MeasuredRun, n_stages: int) -> tuple[int, ...] | None:
     if row.layer_split == "uneven":
         return None
     ends = 1 if row.layer_split == "ends" else 0
-    each, rest = divmod(row.layers + 2 * ends, n_stages)
+    per_stage, rest = divmod(row.layers + 2 * ends, n_stages)
     if rest:
         raise InputError(
             f"layer_split={row.layer_split}: {row.layers} layers do not fill {n_stages} stages; valid: uneven"
         )
-    return each - ends, *(each,) * (n_stages - 2), each - ends
+    return per_stage - ends, *(per_stage,) * (n_stages - 2), per_stage - ends
 
 
 def _by_weights(row: MeasuredRun, n_stages: int) -> tuple[int, ...]:
@@ -423,6 +423,6 @@ def rule_problems(job: Job, candidates: Candidates, piped: Layout) -> Iterator[s
         yield f"{spec.n_layers} layers cannot be partitioned into the {piped.n_stages} stages of pp={candidates.pp}"
 
 
-def _of_columns(problem: str) -> str:
+def _with_columns(problem: str) -> str:
     """Return a rule with the names of table columns, without sections of a run file."""
     return re.sub(r"\b(layout|model|batch)\.(?=[a-z])", "", problem)

@@ -46,8 +46,8 @@ Change = TypeVar("Change")
 
 def smallest_changes(kinds: Iterable[Iterable[Change]], works: Callable[[Change], bool]) -> list[Change]:
     """Return the first change of each kind that works; of a kind without one, none."""
-    found = [next(filter(works, kind), None) for kind in kinds]
-    return [each for each in found if each is not None]
+    changes = [next(filter(works, kind), None) for kind in kinds]
+    return [change for change in changes if change is not None]
 
 
 def more_accelerators(cluster: Cluster, times: int) -> str:
@@ -72,7 +72,7 @@ def remedies(job: Job, memory_margin: float, fixed: FixedChoices | None = None) 
             return False
 
     kinds = (_larger(job), _even(job), _shorter(job), _narrower(job), _lighter(job), _adapters(job))
-    remedies = smallest_changes(kinds, lambda each: works(each.job))
+    remedies = smallest_changes(kinds, lambda remedy: works(remedy.job))
     if fixed is not None and works(job, condition=None):
         remedies.insert(0, PlanRemedy(f"another layout: leave out {OPTION} {fixed}", job))
     chosen = fixed.values if fixed else {}

@@ -53,7 +53,7 @@ def read_operations(text: str, **given: Any) -> Operations:
 
     Raises InputError with every key and value that is not valid.
     """
-    known = {each.name: each.metadata for each in fields(Operations)}
+    known = {setting.name: setting.metadata for setting in fields(Operations)}
     problems = []
     for pair in filter(None, (part.strip() for part in text.split(","))):
         key, _, value = (part.strip() for part in pair.partition("="))

@@ -71,8 +71,8 @@ class LayoutPool:
 
     @cached_property
     def _in_order(self) -> Floats:
-        found: Floats = self.low_s[self._order]
-        return found
+        result: Floats = self.low_s[self._order]
+        return result
 
     def _bounds(self, numbers: Ints | slice) -> Floats:
         """Return the bounds of some layouts; compute missing ones, a block at a time."""
@@ -89,8 +89,8 @@ class LayoutPool:
             layouts = self.groups[group].take(block - (int(block[0]) - begin))
             seconds = step_time(self.job, layouts, simulated=False, memo=self._memo).total_s
             self._bound_s[block] = rounded(seconds)
-        found: Floats = self._bound_s[numbers]
-        return found
+        result: Floats = self._bound_s[numbers]
+        return result
 
     def where(self, condition: Condition) -> Mask:
         """Return the mask of a condition over all n layouts, (n,)."""
@@ -114,7 +114,7 @@ class LayoutPool:
         Bounds are computed in the order of `low_s`, as far as the next bounds in order must be known. No layout is
         faster than its bound, so the result is the same as after simulating all.
         """
-        found: list[tuple[float, int]] = []
+        timed: list[tuple[float, int]] = []
         order, read, done, bounded = np.zeros(0, dtype=np.int64), 0, 0, 0
         end = len(self) if most_s == np.inf else int(np.searchsorted(self._in_order, most_s, side="right"))
         while read < end or bounded < len(order):
@@ -130,14 +130,14 @@ class LayoutPool:
             numbers, bound_s = numbers[ready], bound_s[ready]
             sorted_at = np.argsort(bound_s, kind="stable")
             for begin in range(done, len(numbers), AT_ONCE):
-                if len(found) >= k and bound_s[sorted_at[begin]] >= found[k - 1][0]:
-                    return [number for _, number in found]
+                if len(timed) >= k and bound_s[sorted_at[begin]] >= timed[k - 1][0]:
+                    return [number for _, number in timed]
                 if begin + AT_ONCE > len(numbers) and bounded < len(order):
                     break
                 those = numbers[sorted_at[begin : begin + AT_ONCE]].tolist()
-                found = sorted([*found, *zip(self.times_s(those), those, strict=True)])[:k]
+                timed = sorted([*timed, *zip(self.times_s(those), those, strict=True)])[:k]
                 done = begin + AT_ONCE
-        return [number for _, number in found]
+        return [number for _, number in timed]
 
     def times_s(self, numbers: Iterable[int]) -> list[float]:
         """Return the simulated seconds of a step of some layouts."""

@@ -56,7 +56,7 @@ class Rated:
     settings: int
 
     @staticmethod
-    def of(priced: PricedLayout, fastest: PricedLayout) -> "Rated":
+    def compare(priced: PricedLayout, fastest: PricedLayout) -> "Rated":
         """Compare a layout with the fastest one."""
         return Rated(
             priced.step_s, difference_error(fastest, priced), priced.peak_bytes, axes(priced), settings(priced.choice)
@@ -65,20 +65,24 @@ class Rated:
 
 def choose(rated: Sequence[Rated], limit_bytes: float) -> Rated:
     """Return the layout that the rule above recommends."""
-    fastest = min(rated, key=lambda each: (each.step_s, each.axes))
-    kept = [each for each in rated if each.axes <= fastest.axes and log(each.step_s / fastest.step_s) <= each.error]
-    least, room = min(each.peak_bytes for each in kept), with_headroom(limit_bytes)
+    fastest = min(rated, key=lambda layout: (layout.step_s, layout.axes))
+    kept = [
+        layout
+        for layout in rated
+        if layout.axes <= fastest.axes and log(layout.step_s / fastest.step_s) <= layout.error
+    ]
+    least, room = min(layout.peak_bytes for layout in kept), with_headroom(limit_bytes)
     room = room if least <= room else (1 + WORTH_A_KEY) * least
-    kept = [each for each in kept if each.peak_bytes <= room]
-    fewest = min(each.axes for each in kept)
-    kept = sorted((each for each in kept if each.axes == fewest), key=lambda each: each.peak_bytes)
-    return kept[plainest([each.step_s for each in kept], [each.settings for each in kept])]
+    kept = [layout for layout in kept if layout.peak_bytes <= room]
+    fewest = min(layout.axes for layout in kept)
+    kept = sorted((layout for layout in kept if layout.axes == fewest), key=lambda layout: layout.peak_bytes)
+    return kept[plainest([layout.step_s for layout in kept], [layout.settings for layout in kept])]
 
 
 def recommend(candidates: Sequence[PricedLayout], limit_bytes: float) -> PricedLayout:
     """Return the recommended layout among the candidates."""
-    fastest = min(candidates, key=lambda each: (each.step_s, axes(each)))
-    rated = [Rated.of(each, fastest) for each in candidates]
+    fastest = min(candidates, key=lambda priced: (priced.step_s, axes(priced)))
+    rated = [Rated.compare(priced, fastest) for priced in candidates]
     return candidates[rated.index(choose(rated, limit_bytes))]
 
 
@@ -108,11 +112,11 @@ def candidates(
             numbers = pool.fastest(FEW, among, most_s)
             level = [PricedLayout.from_choice(fastest.job, pool.choice(number)) for number in numbers]
             if fewer_layers:
-                level = [with_fewest_layers(each, most_bytes) for each in level]
-            tied = [each for each in level if each.step_s <= fastest.step_s or ties(fastest, each)]
+                level = [with_fewest_layers(priced, most_bytes) for priced in level]
+            tied = [priced for priced in level if priced.step_s <= fastest.step_s or ties(fastest, priced)]
             if tied:
                 yield from tied
-                best = min(tied, key=lambda each: each.step_s)
+                best = min(tied, key=lambda priced: priced.step_s)
                 yield from plainer(best, pool, among, most_s)
                 if most_bytes == room:
                     return

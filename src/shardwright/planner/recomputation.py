@@ -25,8 +25,8 @@ class SettledLayout:
     def __str__(self) -> str:
         """Return `recompute selective, recompute_layers 3: 61.2 of 72 GiB`."""
         names = ("recompute", "recompute_layers")
-        said = [f"{name} {value}" for name in names if (value := getattr(self.layout, name)) is not None]
-        return f"{', '.join(said)}: {format_bytes(self.peak_bytes)} of {format_bytes(self.limit_bytes)}"
+        texts = [f"{name} {value}" for name in names if (value := getattr(self.layout, name)) is not None]
+        return f"{', '.join(texts)}: {format_bytes(self.peak_bytes)} of {format_bytes(self.limit_bytes)}"
 
 
 def least_recomputation(job: Job, layout: Layout, micro_batch: int, limit_bytes: float) -> SettledLayout:
@@ -87,8 +87,8 @@ def _in_order(job: Job, layout: Layout, micro_batch: int, limit_bytes: float) ->
     """Yield the layout without recomputation; then, for each kind that fits in all layers, the kind in fewer layers,
     the fewest first; last the kind that recomputes most, which may not fit."""
     yield layout.changed(recompute="none")
-    held = stages(job, Candidates.from_layout(layout, micro_batch))
-    most = max(sum(len(held.layers[stage]) for stage in row) for row in held.of_rank.tolist())
+    pp_stages = stages(job, Candidates.from_layout(layout, micro_batch))
+    most = max(sum(len(pp_stages.layers[stage]) for stage in row) for row in pp_stages.of_rank.tolist())
     for kind in ("selective", "full"):
         whole = layout.changed(recompute=kind)
         if peak_bytes(job, whole, micro_batch) <= limit_bytes:

@@ -307,4 +307,4 @@ class MeasuredRun:
 @cache
 def columns(row: Any = MeasuredRun) -> dict[str, RunColumn]:
     """Return the columns of a kind of row by name, in the order of a table."""
-    return {each.name: each.metadata["column"] for each in fields(row)}
+    return {column.name: column.metadata["column"] for column in fields(row)}

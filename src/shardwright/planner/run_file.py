@@ -36,7 +36,7 @@ def lora_keys(job: Job) -> dict[str, Any]:
     lora = job.model.lora
     if lora is None:
         return {}
-    return {each.name: value for each in fields(lora) if (value := getattr(lora, each.name)) != each.default}
+    return {field.name: value for field in fields(lora) if (value := getattr(lora, field.name)) != field.default}
 
 
 def memory_gib(job: Job) -> float:
@@ -91,8 +91,8 @@ def run_file(
     layout, for the first line. `budget_tokens`: the tokens of the whole run. `batch`: its section, if not of the
     job, and `steps`: the steps of these tokens with its stages. Raises InputError for a job that `train` cannot run.
     """
-    if wrong := untrained(job.precision) + fp8_problems(job):
-        raise InputError(*wrong)
+    if problems := untrained(job.precision) + fp8_problems(job):
+        raise InputError(*problems)
     layout = choice.settings()
     layout.pop("micro_batch")
     batch = dict(batch or batch_keys(job, choice))
@@ -160,17 +160,17 @@ def _is_read(folder: Path) -> bool:
 
 def _changes(job: Job, name: str) -> dict[str, Any]:
     """Return the sizes in which the model differs from its preset; a table that differs is written whole."""
-    found: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     preset = PRESETS[name]
-    for each in fields(preset):
-        if each.name == "lora":  # a section of its own
+    for field in fields(preset):
+        if field.name == "lora":  # a section of its own
             continue
-        value = getattr(job.model, each.name)
-        if value != getattr(preset, each.name):
-            found[each.name] = value
+        value = getattr(job.model, field.name)
+        if value != getattr(preset, field.name):
+            changes[field.name] = value
     if job.seq_len > job.model.max_seq_len:
-        found["max_seq_len"] = job.seq_len
-    return found
+        changes["max_seq_len"] = job.seq_len
+    return changes
 
 
 def _line(key: str, value: Any, remark: str) -> str:
@@ -180,6 +180,6 @@ def _line(key: str, value: Any, remark: str) -> str:
 
 def _toml(value: Any) -> str:
     if hasattr(value, "__dataclass_fields__"):
-        inner = {each.name: getattr(value, each.name) for each in fields(value)}
+        inner = {field.name: getattr(value, field.name) for field in fields(value)}
         return "{ " + ", ".join(f"{key} = {_toml(below)}" for key, below in inner.items()) + " }"
     return json.dumps(list(value) if isinstance(value, tuple) else value)

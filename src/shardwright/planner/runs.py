@@ -47,8 +47,8 @@ def read_table(path: Path, kind: TableKind[Row]) -> list[tuple[int, Row]]:
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read as a CSV: {reason(error)}") from None
     header = lines[0][1] if lines else []
-    if found := list(_header_problems(header, kind)):
-        raise InputError(*(f"{path}: {problem}" for problem in found))
+    if header_problems := list(_header_problems(header, kind)):
+        raise InputError(*(f"{path}: {problem}" for problem in header_problems))
     if len(lines) == 1:
         raise InputError(f"{path}: no rows below the header")
     rows: list[tuple[int, Row]] = []
@@ -59,11 +59,11 @@ def read_table(path: Path, kind: TableKind[Row]) -> list[tuple[int, Row]]:
             problems.append(f"row {line}: {len(cells)} cells, and the header has {len(header)} columns")
             continue
         texts = dict.fromkeys(columns(kind.row), "") | dict(zip(header, cells, strict=True))
-        row, wrong = _read(texts, kind)
-        wrong = wrong or list(kind.contradictions(row))
+        row, reasons = _read(texts, kind)
+        reasons = reasons or list(kind.contradictions(row))
         if texts["id"] and (first := lines_of_ids.setdefault(texts["id"], line)) != line:
-            wrong.append(f"id={_quoted(texts['id'])}: row {first} has the same; valid: one that no other row has")
-        problems += (f"row {line}: {problem}" for problem in wrong)
+            reasons.append(f"id={_quoted(texts['id'])}: row {first} has the same; valid: one that no other row has")
+        problems += (f"row {line}: {problem}" for problem in reasons)
         rows.append((line, row))
     if problems:
         raise InputError(*(f"{path}, {problem}" for problem in problems))
@@ -118,7 +118,7 @@ def _needed(row: MeasuredRun, cells: Mapping[str, str]) -> dict[str, bool]:
         "usable": usable,
         "experts": usable and row.experts is not None,
         "pp": usable and (row.pp or 1) > 1,
-        "mla": usable and any(cells[name] for name, each in columns().items() if each.needed == "mla"),
+        "mla": usable and any(cells[name] for name, column in columns().items() if column.needed == "mla"),
         "peak": usable and row.peak_mem_gib is not None,
     }
 
@@ -143,8 +143,8 @@ def _contradictions(row: MeasuredRun) -> Iterator[str]:
             f"{world}, not accelerators={row.accelerators}"
         )
     if not batch_divides(row.global_batch, row.micro_batch, data_ranks):
-        each = f"micro_batch {row.micro_batch} x {data_ranks} data ranks"
-        yield f"global_batch={row.global_batch} is not a multiple of {each}"
+        product = f"micro_batch {row.micro_batch} x {data_ranks} data ranks"
+        yield f"global_batch={row.global_batch} is not a multiple of {product}"
     if row.zero == 0 and row.dp_shard > 1:
         yield f"zero=0 shards nothing over dp_shard={row.dp_shard}; valid: dp_replicate={data_ranks}, dp_shard=1"
     if row.attention and row.flash is False:

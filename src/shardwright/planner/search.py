@@ -139,45 +139,45 @@ def search(
         raise LayoutError(*problems)
     limit = limit_bytes(job, memory_margin)
     processes = processes if job.cluster.size >= PARALLEL_FROM else 1
-    found = survey(job, limit, fixed, processes, progress=progress, most_s=most_s)
-    if fixed is not None and not found.n_layouts:
+    surveyed = survey(job, limit, fixed, processes, progress=progress, most_s=most_s)
+    if fixed is not None and not surveyed.n_layouts:
         raise none_searched(job, fixed)
-    listed = distinct(found.pool, max(top, TOP))
-    best = [PricedLayout.from_choice(job, each.members[each.simplest]) for each in listed]
-    equals = [each.others for each in listed]
+    listed = distinct(surveyed.pool, max(top, TOP))
+    best = [PricedLayout.from_choice(job, group.members[group.simplest]) for group in listed]
+    equals = [group.others for group in listed]
     if not best:
-        return Plan(job, limit, found, [], [], None, None, fixed, prefer)
+        return Plan(job, limit, surveyed, [], [], None, None, fixed, prefer)
     fewer_layers = not (fixed and {"recompute", "recompute_layers"} & fixed.values.keys())
     if fewer_layers:
         best, equals = _with_fewest_layers(best, equals, limit)
-    plain = simplest_near(best[0], found.pool)
-    others = [*candidates(best[0], found.pool, limit, fewer_layers)]
+    plain = simplest_near(best[0], surveyed.pool)
+    others = [*candidates(best[0], surveyed.pool, limit, fewer_layers)]
     if fewer_layers:
-        plain = [with_fewest_layers(each, limit) for each in plain]
-        fewer = [each for each in (*plain, *others) if each.layout.recompute_layers is not None]
-        faster = _whole([each for each in fewer if each.step_s < best[0].step_s])
+        plain = [with_fewest_layers(priced, limit) for priced in plain]
+        fewer = [priced for priced in (*plain, *others) if priced.layout.recompute_layers is not None]
+        faster = _whole([priced for priced in fewer if priced.step_s < best[0].step_s])
         faster, _ = _with_fewest_layers(faster, [[] for _ in faster], limit)
         best, equals = [*faster, *best], [*([] for _ in faster), *equals]
     plainest = simplest([best[0], *plain, *others])
     recommended = {"fastest": best[0], "simplest": plainest}.get(prefer or "") or recommend([best[0], *others], limit)
-    return Plan(job, limit, found, best[:top], equals[:top], recommended, plainest, fixed, prefer)
+    return Plan(job, limit, surveyed, best[:top], equals[:top], recommended, plainest, fixed, prefer)
 
 
-def _whole(found: Sequence[PricedLayout]) -> list[PricedLayout]:
+def _whole(layouts: Sequence[PricedLayout]) -> list[PricedLayout]:
     """Return the layouts with recomputation in all layers, each once."""
-    whole = {replace(each.choice, layout=each.layout.changed(recompute_layers=None)): each for each in found}
-    return [PricedLayout.from_choice(each.job, choice) for choice, each in whole.items()]
+    whole = {replace(priced.choice, layout=priced.layout.changed(recompute_layers=None)): priced for priced in layouts}
+    return [PricedLayout.from_choice(priced.job, choice) for choice, priced in whole.items()]
 
 
 def _with_fewest_layers(
-    found: list[PricedLayout], equals: list[list[Choice]], limit: float
+    layouts: list[PricedLayout], equals: list[list[Choice]], limit: float
 ) -> tuple[list[PricedLayout], list[list[Choice]]]:
     """Return the layouts with recomputation in as few layers as fit, if that saves enough to justify another key, the
     fastest first, and the equals of the remaining layouts."""
     rows = []
-    for each, others in zip(found, equals, strict=True):
-        less = with_fewest_layers(each, limit)
-        rows.append((less, others if less is each else []))
+    for priced, others in zip(layouts, equals, strict=True):
+        less = with_fewest_layers(priced, limit)
+        rows.append((less, others if less is priced else []))
     rows.sort(key=lambda row: row[0].step_s)
     return [less for less, _ in rows], [others for _, others in rows]
 
@@ -202,16 +202,16 @@ def survey(
     memo = memo_of(job) if processes == 1 else None  # other processes have their own
     pps = divisors(job.cluster.size) if pp is None else [pp]
     evaluate = partial(_survey_of, job, limit, condition, memo, most_s)
-    found = [each for each in spread(evaluate, pps, processes, progress) if each is not None]
-    if not found:
+    parts = [part for part in spread(evaluate, pps, processes, progress) if part is not None]
+    if not parts:
         if pp is None:
             raise LayoutError(no_layout(job))
         return Survey(0, LayoutPool(job, [], np.zeros(0), np.zeros(0)), None, np.inf, np.inf)
-    nearest = min(found, key=lambda each: each.least)
-    pools = [each.pool for each in found]
+    nearest = min(parts, key=lambda part: part.least)
+    pools = [part.pool for part in parts]
     low_s, peaks = (np.concatenate([getattr(pool, name) for pool in pools]) for name in ("low_s", "peak_bytes"))
     pool = LayoutPool(job, [group for pool in pools for group in pool.groups], low_s, peaks)
-    n_layouts = sum(each.n_layouts for each in found)
+    n_layouts = sum(part.n_layouts for part in parts)
     return Survey(n_layouts, pool, nearest.nearest, nearest.nearest_bytes, nearest.least)
 
 
@@ -224,51 +224,51 @@ def _survey_of(
     n_layouts, least, nearest_bytes, exists, memo = 0, np.inf, np.inf, False, memo or memo_of(job)
     guess = np.inf
     nearest: Choice | None = None
-    for found, rows, valid in masked_groups(job, pp, _offload(condition), condition):
+    for group, rows, valid in masked_groups(job, pp, _offload(condition), condition):
         exists, at = True, np.flatnonzero(valid)
         n_layouts += len(at)
         if most_s < np.inf:
-            at = at[_quick(job, found, rows.passes.among(at), most_s, memo)]
+            at = at[_quick(job, group, rows.passes.among(at), most_s, memo)]
         if not len(at):
             continue
         if nearest is None and most_s == np.inf:
-            guess = _first_guess(job, found.take(rows.degrees.among(at).first), limit, memo)
+            guess = _first_guess(job, group.take(rows.degrees.among(at).first), limit, memo)
         most = max(limit, min(guess, least)) if most_s == np.inf else limit
-        at, on_device = _priced(job, found, rows, at, most, memo)
+        at, on_device = _priced(job, group, rows, at, most, memo)
         if not len(at):
             continue
-        needed = _with_host(job, found, at, on_device, limit, most)
+        needed = _with_host(job, group, at, on_device, limit, most)
         first = int(needed.argmin())
         if needed[first] < least:
-            nearest, nearest_bytes, least = choice_at(found, at[first]), float(on_device[first]), float(needed[first])
+            nearest, nearest_bytes, least = choice_at(group, at[first]), float(on_device[first]), float(needed[first])
         fits = needed <= limit
         if fits.any():
             passes = rows.passes.among(at[fits])
-            kept.append(found.take(at[fits]))
+            kept.append(group.take(at[fits]))
             peaks.append(on_device[fits])
-            low_s.append(least_time(job, found.take(passes.first), memo)[passes.of_row])
+            low_s.append(least_time(job, group.take(passes.first), memo)[passes.of_row])
     if not exists:
         return None
     pool = LayoutPool(job, kept, np.concatenate(low_s), np.concatenate(peaks))
     return Survey(n_layouts, pool, nearest, nearest_bytes, least)
 
 
-def _quick(job: Job, found: Candidates, passes: DistinctParts, most_s: float, memo: Memo) -> Mask:
+def _quick(job: Job, group: Candidates, passes: DistinctParts, most_s: float, memo: Memo) -> Mask:
     """Return the mask of the layouts, (n,), whose step may take at most `most_s` if fewer of their layers recompute.
     `passes`: of the n layouts."""
-    passes_of = found.take(passes.first)
+    passes_of = group.take(passes.first)
     least = least_time(job, replace(passes_of, recompute=np.zeros_like(passes_of.recompute)), memo)
     quick: Mask = (least <= most_s)[passes.of_row]
     return quick
 
 
-def _priced(job: Job, found: Candidates, rows: CandidateRows, at: Ints, most: float, memo: Memo) -> tuple[Ints, Floats]:
+def _priced(job: Job, group: Candidates, rows: CandidateRows, at: Ints, most: float, memo: Memo) -> tuple[Ints, Floats]:
     """Return the rows among `at` that may need at most `most` bytes of a device, and the bytes that they need; above
     `most` these may be a lower bound."""
     if job.cluster.size == 1:
-        return at, reserved_bytes(job, found.take(at), most, memo)
+        return at, reserved_bytes(job, group.take(at), most, memo)
     states, passes = rows.degrees.among(at), rows.passes.among(at)
-    priced = PairedBytes(job, found.take(states.first), found.take(passes.first), memo)
+    priced = PairedBytes(job, group.take(states.first), group.take(passes.first), memo)
     kept = priced.may_need(most, states.of_row, passes.of_row)
     return at[kept], priced.reserved(most, states.of_row[kept], passes.of_row[kept])
 
@@ -281,15 +281,15 @@ def _first_guess(job: Job, candidates: Candidates, limit: float, memo: Memo) -> 
     return float(_with_host(job, one, np.zeros(1, np.int64), reserved_bytes(job, one, memo=memo), limit, np.inf)[0])
 
 
-def _with_host(job: Job, found: Candidates, at: Ints, on_device: Floats, limit: float, most: float) -> Floats:
+def _with_host(job: Job, group: Candidates, at: Ints, on_device: Floats, limit: float, most: float) -> Floats:
     """Return the bytes of a device that the layouts of some rows need, or if larger, the share of their host's memory
     as an equal share of `limit`. For layouts that need more than `most` bytes of the device, return the bytes of the
     device."""
-    if not uses_host(found.shared, averages_on_host(job, found)):
+    if not uses_host(group.shared, averages_on_host(job, group)):
         return on_device
     needed, room = on_device.copy(), on_device <= most
     if room.any():
-        needed[room] = np.maximum(on_device[room], limit * host_share(job, found.take(at[room])))
+        needed[room] = np.maximum(on_device[room], limit * host_share(job, group.take(at[room])))
     return needed
 
 
@@ -310,12 +310,12 @@ def _on_device(job: Job, limit: float, condition: Condition | None) -> Iterator[
     """Yield layouts that need at most `limit` bytes of a device, whatever they store in the memory of the host."""
     memo, any_group = memo_of(job), False
     for pp in divisors(job.cluster.size):
-        for found, rows, valid in masked_groups(job, pp, _offload(condition), condition):
+        for group, rows, valid in masked_groups(job, pp, _offload(condition), condition):
             any_group, at = True, np.flatnonzero(valid)
             if len(at):
-                at, needed = _priced(job, found, rows, at, limit, memo)
+                at, needed = _priced(job, group, rows, at, limit, memo)
                 if (needed <= limit).any():
-                    yield found.take(at[needed <= limit])
+                    yield group.take(at[needed <= limit])
     if not any_group:
         raise LayoutError(no_layout(job))
 
@@ -362,9 +362,9 @@ def _by_others(
         try:
             return list(_counted(executor.map(function, items), len(items), progress))
         except BaseException:  # Ctrl-C, too, which does not wait for calls that run
-            for each in active_children():
-                if each not in others:
-                    each.kill()
+            for process in active_children():
+                if process not in others:
+                    process.kill()
             raise
 
 

@@ -36,7 +36,7 @@ def complexity(candidates: Candidates, node_size: int) -> Ints:
     whose cost is less certain than any other.
     """
     used = [getattr(candidates, axis) > 1 for axis in MODEL_AXES]
-    counted = [np.broadcast_to(each, len(candidates)) for each in (*used, leaves_nodes(candidates.tp, node_size))]
+    counted = [np.broadcast_to(count, len(candidates)) for count in (*used, leaves_nodes(candidates.tp, node_size))]
     scheduled = candidates.pp > 1 and candidates.shared.pp_schedule != Layout.pp_schedule
     return np.asarray(2 * np.sum(counted, axis=0) + scheduled)
 
@@ -94,12 +94,12 @@ def plainer(best: PricedLayout, pool: LayoutPool, among: Mask, most_s: float) ->
             yield PricedLayout.from_choice(best.job, pool.choice(number))
 
 
-def simplest(found: Sequence[PricedLayout]) -> PricedLayout:
+def simplest(layouts: Sequence[PricedLayout]) -> PricedLayout:
     """Return the simplest layout; of equally simple ones the plainest (`plainest`)."""
-    node_size = found[0].job.cluster.node_size
-    of_each = [int(complexity(each.choice.candidates, node_size)[0]) for each in found]
-    kept = [each for each, its_complexity in zip(found, of_each, strict=True) if its_complexity == min(of_each)]
-    return kept[plainest([each.step_s for each in kept], [settings(each.choice) for each in kept])]
+    node_size = layouts[0].job.cluster.node_size
+    of_each = [int(complexity(priced.choice.candidates, node_size)[0]) for priced in layouts]
+    kept = [priced for priced, its_complexity in zip(layouts, of_each, strict=True) if its_complexity == min(of_each)]
+    return kept[plainest([priced.step_s for priced in kept], [settings(priced.choice) for priced in kept])]
 
 
 def plainest(steps_s: Sequence[float], n_settings: Sequence[int]) -> int:

@@ -74,9 +74,9 @@ def groups(
     """
     n_groups = 0
     for pp in divisors(job.cluster.size):
-        for found, _, kept in masked_groups(job, pp, offload, condition):
+        for group, _, kept in masked_groups(job, pp, offload, condition):
             n_groups += 1
-            yield found.take(kept)
+            yield group.take(kept)
     if not n_groups:
         raise LayoutError(no_layout(job))
 
@@ -91,22 +91,22 @@ def masked_groups(
         method = shared.cp_method
         if method not in by_method:
             by_method[method] = CandidateRows.from_degrees(job, pp, method, shared.offload_parameters != "none")
-        found, kept = _group(job, shared, by_method[method])
+        group, kept = _group(job, shared, by_method[method])
         if kept.any():
-            yield found, by_method[method], kept if condition is None else kept & condition(found)
+            yield group, by_method[method], kept if condition is None else kept & condition(group)
 
 
 @cache
 def _shared(pp: int, n_layers: int, offload: tuple[tuple[str, Any], ...] = ()) -> tuple[Layout, ...]:
     """Return every choice of the keys that the layouts of a group share, for pipelines of `pp` ranks in which each
     stage has a layer."""
-    found = [_ALL_AXES.changed(pp=pp, **dict(offload))]
+    layouts = [_ALL_AXES.changed(pp=pp, **dict(offload))]
     for name, key in KEYS.items():
         if name not in COLUMNS and name != "pp":
-            found = [
-                other for layout in found for value in key.searched(layout) for other in _with(layout, name, value)
+            layouts = [
+                other for layout in layouts for value in key.searched(layout) for other in _with(layout, name, value)
             ]
-    return tuple(layout for layout in found if layout.n_stages <= n_layers)
+    return tuple(layout for layout in layouts if layout.n_stages <= n_layers)
 
 
 def _in_nodes(job: Job, layouts: Sequence[Layout]) -> Iterator[Layout]:
@@ -140,16 +140,16 @@ class DistinctParts(NamedTuple):
         """Return the distinct values of integers >= 0 that are not far above n."""
         first = np.full(int(numbers.max(initial=-1)) + 1, -1)
         first[numbers[::-1]] = np.arange(len(numbers))[::-1]
-        there = first >= 0
-        return DistinctParts(first[there], (np.cumsum(there) - 1)[numbers])
+        present = first >= 0
+        return DistinctParts(first[present], (np.cumsum(present) - 1)[numbers])
 
     def among(self, rows: Ints) -> "DistinctParts":
         """Return the distinct values of some of the rows, each with the first of these rows that has it."""
         of_row = self.of_row[rows]
         first = np.full(len(self.first), -1)
         first[of_row[::-1]] = rows[::-1]
-        there = first >= 0
-        return DistinctParts(first[there], (np.cumsum(there) - 1)[of_row])
+        present = first >= 0
+        return DistinctParts(first[present], (np.cumsum(present) - 1)[of_row])
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class CandidateRows:
         columns = _times(degrees, choices)
         data_ranks = columns["dp_replicate"] * columns["dp_shard"]
         valid = batch_divides(job.global_batch, columns["micro_batch"], data_ranks)
-        at, choice = (each[valid] for each in np.divmod(np.arange(len(valid)), n_choices))
+        at, choice = (index[valid] for index in np.divmod(np.arange(len(valid)), n_choices))
         columns = _where(columns, valid)
         return CandidateRows(
             {"sequence_parallel": columns["tp"] > 1, **columns},
@@ -189,24 +189,24 @@ class CandidateRows:
 def _group(job: Job, shared: Layout, rows: CandidateRows) -> tuple[Candidates, Mask]:
     """Return all rows as candidates, and the mask of the rows with which the shared keys are valid, and used if they
     are not at their default."""
-    found = Candidates(shared=shared, **rows.columns)
+    candidates = Candidates(shared=shared, **rows.columns)
     distinct, which = rows.microbatches
     kept: Mask = np.array([not schedule_problems(shared, int(m)) for m in distinct], dtype=bool)[which]
     if shared.zero_secondary_ranks > 1:
-        kept &= shared.zero_secondary_ranks * found.tp == job.cluster.node_size  # fewer add network bytes
+        kept &= shared.zero_secondary_ranks * candidates.tp == job.cluster.node_size  # fewer add network bytes
     if shared.loss_chunk_tokens:
-        kept &= (found.tokens(job.seq_len) > shared.loss_chunk_tokens) & (not job.pairs)
+        kept &= (candidates.tokens(job.seq_len) > shared.loss_chunk_tokens) & (not job.pairs)
     for name, key in KEYS.items():
         if name not in COLUMNS and getattr(shared, name) != key.default_in(shared):
-            kept &= key.used(found)
-    return found, kept
+            kept &= key.used(candidates)
+    return candidates, kept
 
 
 def _degrees(spec: ModelSpec, n_ranks: int, seq_len: int, method: str, on_host: bool = False) -> Columns:
     """Return every valid choice of degrees, ZeRO stage and ep for the `n_ranks` ranks of a stage, for any batch.
     `on_host`: shards are in the memory of the host, for which the stage is used without ranks to shard over, too."""
     moe = spec.moe
-    found = _times(
+    columns = _times(
         {},
         {
             "tp": [tp for tp in divisors(n_ranks) if tp_divides(spec, tp)],
@@ -216,7 +216,7 @@ def _degrees(spec: ModelSpec, n_ranks: int, seq_len: int, method: str, on_host: 
             "ep": divisors(moe.n_experts) if moe else [1],
         },
     )
-    tp, cp, dp_shard, zero, ep = (found[name] for name in ("tp", "cp", "dp_shard", "zero", "ep"))
+    tp, cp, dp_shard, zero, ep = (columns[name] for name in ("tp", "cp", "dp_shard", "zero", "ep"))
     fold = dp_shard * cp * tp
     valid = (n_ranks % fold == 0) & (fold % ep == 0)
     valid &= zero_fits(zero, n_ranks // fold, dp_shard, cp)
@@ -230,18 +230,18 @@ def _degrees(spec: ModelSpec, n_ranks: int, seq_len: int, method: str, on_host: 
         ranks = np.maximum(fold // ep, 1)
         for size in expert_sizes(spec).values():
             valid &= expert_shards_fit(moe, size, zero, tp, ep, ranks)
-    found = _where(found, valid)
-    return {"dp_replicate": n_ranks // (found["dp_shard"] * found["cp"] * found["tp"]), **found}
+    columns = _where(columns, valid)
+    return {"dp_replicate": n_ranks // (columns["dp_shard"] * columns["cp"] * columns["tp"]), **columns}
 
 
 def _times(columns: Columns, choices: Mapping[str, Sequence[int]]) -> Columns:
     """Return every row of `columns` with every combination of `choices`; the last choice varies fastest."""
-    found = dict(columns)
+    result = dict(columns)
     for name, values in choices.items():
-        n_rows = len(next(iter(found.values()))) if found else 1
-        found = {key: np.repeat(column, len(values)) for key, column in found.items()}
-        found[name] = np.tile(np.asarray(values, dtype=np.int64), n_rows)
-    return found
+        n_rows = len(next(iter(result.values()))) if result else 1
+        result = {key: np.repeat(column, len(values)) for key, column in result.items()}
+        result[name] = np.tile(np.asarray(values, dtype=np.int64), n_rows)
+    return result
 
 
 def _where(columns: Columns, kept: Mask) -> Columns:
@@ -278,14 +278,14 @@ class FixedChoices:
     values: Mapping[str, Any]
 
     def __call__(self, candidates: Candidates) -> Mask:
-        found = np.ones(len(candidates), dtype=bool)
+        mask = np.ones(len(candidates), dtype=bool)
         for name, value in self.values.items():
             if name in COLUMNS:
-                found &= getattr(candidates, name) == (RECOMPUTE.index(value) if name == "recompute" else value)
+                mask &= getattr(candidates, name) == (RECOMPUTE.index(value) if name == "recompute" else value)
             else:
-                found &= getattr(candidates.shared, name) == value
-                found &= name in DENSE_AXES or KEYS[name].used(candidates)
-        return found
+                mask &= getattr(candidates.shared, name) == value
+                mask &= name in DENSE_AXES or KEYS[name].used(candidates)
+        return mask
 
     @property
     def offload(self) -> dict[str, Any]:
@@ -304,12 +304,12 @@ def read_fixed(text: str) -> FixedChoices:
 def fixed_values(values: Mapping[str, Any]) -> FixedChoices:
     """Check the values to fix. Raises LayoutError with every problem at once."""
     known = [*KEYS, "micro_batch"]
-    wrong = [
+    problems = [
         f"{OPTION} {name}={value}: no such key; {nearest(name, known)}"
         for name, value in values.items()
         if name not in known
     ]
-    return _checked({name: value for name, value in values.items() if name in known}, wrong)
+    return _checked({name: value for name, value in values.items() if name in known}, problems)
 
 
 def _checked(values: Mapping[str, Any], problems: list[str]) -> FixedChoices:
@@ -328,12 +328,12 @@ def _checked(values: Mapping[str, Any], problems: list[str]) -> FixedChoices:
 
 def none_searched(job: Job, fixed: FixedChoices) -> LayoutError:
     """Return the error that no layout of the space has these values, with the values that layouts have for each key."""
-    found: dict[str, set[Any]] = {name: set() for name in fixed.values}
+    known: dict[str, set[Any]] = {name: set() for name in fixed.values}
     for group in groups(job, fixed.offload):
-        for name in found:
+        for name in known:
             column = getattr(group, name) if name in COLUMNS else [getattr(group.shared, name)]
-            found[name] |= set(np.unique(column).tolist())
-    named = {name: [RECOMPUTE[each] for each in some] if name == "recompute" else some for name, some in found.items()}
+            known[name] |= set(np.unique(column).tolist())
+    named = {name: [RECOMPUTE[code] for code in some] if name == "recompute" else some for name, some in known.items()}
     values = "; ".join(f"{name}: {', '.join(map(written, sorted(some)))}" for name, some in named.items())
     return LayoutError(
         f"{OPTION} {fixed}: no layout that is searched on {job.cluster.size} accelerators has these values; those that "

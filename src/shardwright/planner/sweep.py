@@ -31,14 +31,14 @@ def by_size(plan: Plan) -> list[SweepPoint]:
     Degrees of tp, cp and pp are searched within a factor of two of the plan's, everything else in full.
     """
     best = plan.best[0]
-    found = []
+    points = []
     for factor in SIZES:
         size, whole = _scaled(plan.job.cluster.size, factor)
         node = plan.job.cluster.node_size
         if not whole or size % node:
             continue
         if factor == 1:
-            found.append(SweepPoint(size, best))
+            points.append(SweepPoint(size, best))
             continue
         job = replace(plan.job, cluster=replace(plan.job.cluster, size=size))
         try:
@@ -47,16 +47,16 @@ def by_size(plan: Plan) -> list[SweepPoint]:
             continue
         if near.n_layouts:
             fastest = near.pool.fastest(1)
-            found.append(
+            points.append(
                 SweepPoint(size, PricedLayout.from_choice(job, near.pool.choice(fastest[0])) if fastest else None)
             )
-    return found
+    return points
 
 
 def _near(candidates: Candidates, best: Candidates) -> Mask:
     mask = np.full(len(candidates), best.pp <= NEAR * candidates.pp and candidates.pp <= NEAR * best.pp)
-    for mine, its in ((candidates.tp, best.tp), (candidates.cp, best.cp)):
-        mask &= (its <= NEAR * mine) & (mine <= NEAR * its)
+    for degree, its in ((candidates.tp, best.tp), (candidates.cp, best.cp)):
+        mask &= (its <= NEAR * degree) & (degree <= NEAR * its)
     return mask
 
 

@@ -185,10 +185,10 @@ def whole_run(
     way, down_s = ways[operations.save], operations.down_s
     steps, evaluated_s = goal.tokens / job.tokens, step_s
     if stages:
-        steps = sum(each.steps for each in stages)
-        step_s = sum(each.steps * each.step_s for each in stages) / steps
+        steps = sum(stage.steps for stage in stages)
+        step_s = sum(stage.steps * stage.step_s for stage in stages) / steps
         interval_s = interval_s[0] * step_s / evaluated_s, interval_s[1] * step_s / evaluated_s
-    best = {name: _best_interval(each, down_s, step_s, steps, between_s) for name, each in ways.items()}
+    best = {name: _best_interval(method, down_s, step_s, steps, between_s) for name, method in ways.items()}
     every = min(operations.save_every or best[way.save].every_steps, max(1, ceil(steps)))
     evaluation_s = _evaluation_share(job, operations) * evaluated_s * steps + reference_s(job, evaluated_s)
     work_s = step_s * steps + evaluation_s
@@ -232,7 +232,7 @@ def whole_run(
         save=way.save,
         every_steps=every,
         every_s=every * step_s,
-        saving=tuple(each for each in best.values() if each.slowdown <= LARGEST_SLOWDOWN),
+        saving=tuple(saving for saving in best.values() if saving.slowdown <= LARGEST_SLOWDOWN),
         spare_nodes=spares,
         assumed=(*assumed, *operations.assumed()),
         stages=stages,

@@ -32,13 +32,13 @@ def worth_a_row(best: Sequence[PricedLayout], taken: PricedLayout) -> list[tuple
     """Return the fastest layouts with their numbers, without layouts that differ in one choice from a listed layout and
     are as fast within `ALIKE`. The recommended layout is always kept."""
     rows: list[tuple[int, PricedLayout]] = []
-    for number, each in enumerate(best, 1):
+    for number, priced in enumerate(best, 1):
         alike = (
-            abs(each.step_s / other.step_s - 1) < ALIKE and len(differing(each.choice, other.choice)) == 1
+            abs(priced.step_s / other.step_s - 1) < ALIKE and len(differing(priced.choice, other.choice)) == 1
             for _, other in rows
         )
-        if each.choice == taken.choice or not any(alike):
-            rows.append((number, each))
+        if priced.choice == taken.choice or not any(alike):
+            rows.append((number, priced))
     return rows
 
 
@@ -58,15 +58,17 @@ def choices_in_words(job: Job, choice: Choice) -> list[tuple[str, str, str]]:
     return [*rows, ("batch", str(job.global_batch), batch)]
 
 
-def merged(found: Sequence[Alternative]) -> list[tuple[str, Alternative]]:
+def merged(alternatives: Sequence[Alternative]) -> list[tuple[str, Alternative]]:
     """Return alternatives with their names, equal layouts once: layouts that fit first, the fastest first."""
     names: dict[Choice, list[str]] = {}
     kept: dict[Choice, Alternative] = {}
-    for each in found:
-        names.setdefault(each.choice, []).append(each.name)
-        kept.setdefault(each.choice, each)
-    ordered = sorted(kept.values(), key=lambda each: each.priced.step_s if each.priced else float("inf"))
-    return [(_joined(names[each.choice]), each) for each in ordered]
+    for alternative in alternatives:
+        names.setdefault(alternative.choice, []).append(alternative.name)
+        kept.setdefault(alternative.choice, alternative)
+    ordered = sorted(
+        kept.values(), key=lambda alternative: alternative.priced.step_s if alternative.priced else float("inf")
+    )
+    return [(_joined(names[alternative.choice]), alternative) for alternative in ordered]
 
 
 def _joined(names: Sequence[str]) -> str:
@@ -82,17 +84,17 @@ def compared(plan: Plan, own: Alternative | None = None) -> list[tuple[str, Alte
     assert plan.recommended is not None
     assert plan.simplest is not None
     named = {"recommended": plan.recommended, "fastest": plan.best[0], "simplest": plan.simplest}
-    rows = [*([] if own is None else [own]), *(Alternative(name, each, None) for name, each in named.items())]
+    rows = [*([] if own is None else [own]), *(Alternative(name, priced, None) for name, priced in named.items())]
     names: dict[Choice, list[str]] = {}
-    for each in rows:
-        names.setdefault(each.choice, []).append(each.name)
-    first = {each.choice: each for each in reversed(rows)}
+    for alternative in rows:
+        names.setdefault(alternative.choice, []).append(alternative.name)
+    first = {alternative.choice: alternative for alternative in reversed(rows)}
     return [(", ".join(of_one), first[choice]) for choice, of_one in names.items()]
 
 
 def remarks(plan: Plan) -> list[str]:
     """Return why the recommended layout is not the fastest, if it is not, and a warning if it has little headroom."""
-    return [each for each in (_chosen_because(plan), _little_headroom(plan)) if each]
+    return [remark for remark in (_chosen_because(plan), _little_headroom(plan)) if remark]
 
 
 def _chosen_because(plan: Plan) -> str:
@@ -115,9 +117,9 @@ def _safer_and_simpler(taken: PricedLayout, fastest: PricedLayout, limit_bytes: 
     """Return the advantages of a layout that ties with the fastest."""
     parts = []
     if fastest.peak_bytes > max(taken.peak_bytes, with_headroom(limit_bytes)):
-        free, less = (1 - each.peak_bytes / limit_bytes for each in (taken, fastest))
+        free, less = (1 - priced.peak_bytes / limit_bytes for priced in (taken, fastest))
         parts.append(f"leaves {free:.1%} of the limit free (the fastest {less:.1%})")
-    axes, fewer = (sum(each.layout.degree(axis) > 1 for axis in MODEL_AXES) for each in (fastest, taken))
+    axes, fewer = (sum(priced.layout.degree(axis) > 1 for axis in MODEL_AXES) for priced in (fastest, taken))
     if axes > fewer:
         parts.append(f"uses {fewer or 'none'} of the axes tp, pp, cp and ep (the fastest {axes})")
     elif leaves_nodes(fastest.layout.tp, fastest.job.cluster.node_size):
@@ -202,14 +204,14 @@ def difference(best: Choice, other: Choice) -> str:
     )
 
 
-def also_fast(best: PricedLayout, found: Sequence[Alternative]) -> str:
+def also_fast(best: PricedLayout, alternatives: Sequence[Alternative]) -> str:
     """Return a line with choices that cost no time, with their memory; empty if there is none."""
     named: dict[str, str] = {}
-    for each in found:
-        if each.as_fast(best) and each.priced is not None and each.choice != best.choice:
-            same = abs(each.priced.peak_bytes - best.peak_bytes) < 1e-3 * best.peak_bytes
-            needs = "" if same else f" (with {format_bytes(each.priced.peak_bytes)})"
-            named[difference(best.choice, each.choice)] = needs
+    for alternative in alternatives:
+        if alternative.as_fast(best) and alternative.priced is not None and alternative.choice != best.choice:
+            same = abs(alternative.priced.peak_bytes - best.peak_bytes) < 1e-3 * best.peak_bytes
+            needs = "" if same else f" (with {format_bytes(alternative.priced.peak_bytes)})"
+            named[difference(best.choice, alternative.choice)] = needs
     return "; ".join(f"{what}{needs}" for what, needs in named.items())
 
 
@@ -220,12 +222,12 @@ def left_out(listed: Sequence[tuple[int, PricedLayout]], equals: Sequence[Sequen
     n = sum(len(equals[number - 1]) for number, _ in listed)
     if not n:
         return ""
-    told: dict[str, list[int]] = {}
-    for number, each in listed:
+    by_change: dict[str, list[int]] = {}
+    for number, priced in listed:
         for other in equals[number - 1]:
-            told.setdefault(difference(each.choice, other), []).append(number)
+            by_change.setdefault(difference(priced.choice, other), []).append(number)
     parts = []
-    for what, numbers in told.items():
+    for what, numbers in by_change.items():
         which = ", ".join(map(str, numbers))
         one = f"number {which}" if len(numbers) == 1 else f"numbers {which}"
         whom = "each" if len(numbers) == len(listed) > 1 else one

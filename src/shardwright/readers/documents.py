@@ -68,20 +68,20 @@ def tree_settings(path: Path) -> list[Setting]:
     if not isinstance(root, yaml.MappingNode):
         raise InputError(f"{path}: no table of options; supported: keys with values")
     result: list[Setting] = []
-    for setting in _of_node(root, "", path, 0):
+    for setting in _node_settings(root, "", path, 0):
         result.append(setting)
         if len(result) > MOST_SETTINGS:
             raise InputError(f"{path}: more than {MOST_SETTINGS:,} values; a configuration has fewer")
     return result
 
 
-def _of_node(node: yaml.MappingNode, prefix: str, path: Path, depth: int) -> Iterator[Setting]:
+def _node_settings(node: yaml.MappingNode, prefix: str, path: Path, depth: int) -> Iterator[Setting]:
     if depth > DEEPEST:
         raise InputError(f"{path}: nested more than {DEEPEST} deep")
     for key, value in _merged(node, path, DEEPEST).values():
         name, where = f"{prefix}{key.value}", f"{path}:{key.start_mark.line + 1}"
         if isinstance(value, yaml.MappingNode) and value.value:
-            yield from _of_node(value, f"{name}.", path, depth + 1)
+            yield from _node_settings(value, f"{name}.", path, depth + 1)
         elif isinstance(value, yaml.SequenceNode):
             yield Setting(name, [str(_scalar(item)) for item in value.value], where)
         else:

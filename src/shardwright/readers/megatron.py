@@ -301,7 +301,7 @@ def able(described: DescribedRun, candidates: Candidates) -> Any:
     return mask & possible
 
 
-def _of_fsdp(described: DescribedRun) -> dict[str, Any]:
+def _fsdp_options(described: DescribedRun) -> dict[str, Any]:
     """Return the options of the files that mean something only with an FSDP of Megatron-LM, if the files use one."""
     if not any(described.stated.get(name) for name in ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")):
         return {}
@@ -315,7 +315,7 @@ def _of_fsdp(described: DescribedRun) -> dict[str, Any]:
 def write(described: DescribedRun, choice: Choice) -> dict[str, Any]:
     """Return the options of a layout; None: the option is left out."""
     layout, model = choice.layout, described.model
-    sharded = _of_fsdp(described)
+    sharded = _fsdp_options(described)
     kept = bool(sharded) and layout.zero == described.layout.zero
     distributed = layout.zero == 1 or (kept and described.stated.get("use_distributed_optimizer"))
     virtual = layout.virtual_stages if layout.pp_schedule == INTERLEAVED and layout.pp > 1 else 1

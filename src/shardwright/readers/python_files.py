@@ -129,7 +129,7 @@ class _PythonFile:
             self._refuse_other_file(name, roots[""])
         settings: dict[str, Setting] = {}
         for number, at_number in enumerate(
-            setting for key, value in roots.items() for setting in self._of_root(key, value)
+            setting for key, value in roots.items() for setting in self._root_settings(key, value)
         ):
             if number >= MOST_SETTINGS:
                 raise InputError(f"{self.path}: more than {MOST_SETTINGS:,} values; a configuration has fewer")
@@ -139,9 +139,9 @@ class _PythonFile:
     def _refuse_other_file(self, name: str, root: PythonCall) -> None:
         """Raise InputError if a configuration is made by a function of another file, whose values are not known."""
         if _is_function(root.function):
-            of = f" of {module}" if (module := self._module(root.function)) else ""
+            at = f" of {module}" if (module := self._module(root.function)) else ""
             raise InputError(
-                f"{root.where}: {name} takes its values from {root.function}(...){of}, which is no function at the top "
+                f"{root.where}: {name} takes its values from {root.function}(...){at}, which is no function at the top "
                 f"level of this file; name a configuration of the file that has its values"
             )
 
@@ -357,7 +357,7 @@ class _PythonFile:
             bound[arguments.kwarg.arg] = PythonCall("", self._where(node), keywords=rest)
         return bound
 
-    def _of_root(self, name: str, value: Any) -> Iterator[Setting]:
+    def _root_settings(self, name: str, value: Any) -> Iterator[Setting]:
         """Yield the settings of the configuration itself, whose keywords are the sections."""
         plain = _plain(value)
         if isinstance(plain, PythonCall) and plain.keywords:

@@ -61,8 +61,8 @@ def compare_view(name: str, plans: Sequence[Plan], goal: TrainingGoal | None) ->
 def _cells(taken: PricedLayout, first: PricedLayout | None) -> tuple[Any, ...]:
     numbers = headline(taken)
     slower = taken.step_s / first.step_s - 1 if first is not None and taken is not first else None
-    each, mfu = numbers.tokens_per_s_per_accelerator, numbers.mfu_full
-    return taken.job.cluster.name, taken.step_s, slower, each, mfu, taken.peak_bytes
+    rate, mfu = numbers.tokens_per_s_per_accelerator, numbers.mfu_full
+    return taken.job.cluster.name, taken.step_s, slower, rate, mfu, taken.peak_bytes
 
 
 def _run(taken: PricedLayout, goal: TrainingGoal) -> WholeRun:

@@ -63,7 +63,7 @@ def kind_of(path: str | Path) -> str:
     """Return `png` or `svg`, the suffix of a picture's path. Raises InputError for another suffix."""
     suffix = Path(path).suffix.lower()
     if suffix not in SUFFIXES:
-        raise InputError(f"{path}: a picture is named {' or '.join('*' + each for each in SUFFIXES)}")
+        raise InputError(f"{path}: a picture is named {' or '.join('*' + ending for ending in SUFFIXES)}")
     return suffix[1:]
 
 
@@ -125,19 +125,19 @@ def _title(figure: "Figure", run: RunRecord) -> None:
 
 
 def _subtitle(run: RunRecord) -> str:
-    told, precision = headline(run), run.config.precision
+    summary, precision = headline(run), run.config.precision
     batches = [f"{stage.global_batch:,} {TIMES} {stage.seq_len:,}" for stage in run.config.batch.schedule.stages]
-    whole = told.steps >= told.planned_steps
+    whole = summary.steps >= summary.planned_steps
     parts = [
-        f"{told.steps:,} steps" if whole else f"step {told.steps:,} of {told.planned_steps:,}",
-        f"{format_count(told.tokens)} tokens",
+        f"{summary.steps:,} steps" if whole else f"step {summary.steps:,} of {summary.planned_steps:,}",
+        f"{format_count(summary.tokens)} tokens",
         f"{', then '.join(batches)} tokens a step",
         precision.in_words + (", compiled" if precision.compile else ""),
     ]
-    if told.training_s is not None:
-        parts.append(f"{format_seconds(told.training_s)} in steps")
-    if told.peak_memory_bytes is not None:
-        parts.append(_memory(run.train, told.peak_memory_bytes))
+    if summary.training_s is not None:
+        parts.append(f"{format_seconds(summary.training_s)} in steps")
+    if summary.peak_memory_bytes is not None:
+        parts.append(_memory(run.train, summary.peak_memory_bytes))
     return "  ·  ".join(parts)
 
 
@@ -253,20 +253,20 @@ def _norm(ax: "Axes", run: RunRecord) -> None:
 
 
 def _speed(ax: "Axes", run: RunRecord) -> None:
-    told = headline(run)
-    if told.median_tokens_per_s is None:
+    summary = headline(run)
+    if summary.median_tokens_per_s is None:
         return nothing(ax, "Tokens per second")
     edges, seconds = _intervals(run)
     spans = [(run.tokens(end) - run.tokens(first)) / (end - first) for first, end in pairwise(edges)]
     per_s = [tokens / s if s > 0 else math.nan for tokens, s in zip(spans, seconds["step"], strict=True)]
     ax.stairs(per_s, edges, baseline=None, color=COLOURS["curve"], linewidth=1.2)
-    mfu = "" if told.median_mfu is None else f", MFU {told.median_mfu:.1%}"
+    mfu = "" if summary.median_mfu is None else f", MFU {summary.median_mfu:.1%}"
     medians = [
         (numbers.median_tokens_per_s, segment.first_step, segment.last_step)
-        for segment, numbers in zip(run.segments, told.segments, strict=True)
+        for segment, numbers in zip(run.segments, summary.segments, strict=True)
         if numbers.median_tokens_per_s is not None
     ]
-    label = f"median {format_count(told.median_tokens_per_s)}{mfu}"
+    label = f"median {format_count(summary.median_tokens_per_s)}{mfu}"
     dotted: Any = {"color": COLOURS["quiet"], "linewidth": 0.9, "linestyle": (0, (2, 2)), "label": label}
     ax.hlines(*zip(*medians[-_INTERVALS:], strict=True), **dotted)
     ax.set_ylim(0, 1.12 * max((value for value in per_s if math.isfinite(value)), default=1))
@@ -314,24 +314,24 @@ def drops(run: RunRecord) -> bool:
 
 def load_panel(ax: "Axes", run: RunRecord) -> None:
     """Draw the busiest expert's load over the mean load: the mean over layers, and a band that spans all layers."""
-    told = [record for record in run.train if record.load_by_layer]
-    many = len(told) >= MANY
-    steps: Sequence[float] = [record.step for record in told]
+    records = [record for record in run.train if record.load_by_layer]
+    many = len(records) >= MANY
+    steps: Sequence[float] = [record.step for record in records]
     values = (
-        [record.load_max_over_mean or math.nan for record in told],
-        [min(record.load_by_layer) for record in told],
-        [max(record.load_by_layer) for record in told],
+        [record.load_max_over_mean or math.nan for record in records],
+        [min(record.load_by_layer) for record in records],
+        [max(record.load_by_layer) for record in records],
     )
-    curves = [(running_mean if many else thinned)(steps, each) for each in values]
+    curves = [(running_mean if many else thinned)(steps, series) for series in values]
     (steps, means), (_, least), (_, most) = curves
-    n_layers, narrow = len(told[-1].load_by_layer), drops(run)
-    smooth = f", mean of {window(told)} records" if many and not narrow else ""
+    n_layers, narrow = len(records[-1].load_by_layer), drops(run)
+    smooth = f", mean of {window(records)} records" if many and not narrow else ""
     if n_layers > 1:
         label = f"{n_layers} layers" if narrow else f"{n_layers} layers: at the end {least[-1]:.3g} to {most[-1]:.3g}"
         ax.fill_between(steps, least, most, color=COLOURS["forward-backward"], alpha=0.6, linewidth=0, label=label)
     whose = "one layer" if n_layers == 1 else "mean" if narrow else "their mean"
     label = f"{whose}{smooth}: {first_to_last(means)}"
-    ax.plot(steps, means, color=COLOURS["curve"], label=label, **dots(len(told)))
+    ax.plot(steps, means, color=COLOURS["curve"], label=label, **dots(len(records)))
     ax.axhline(1, color=COLOURS["quiet"], linewidth=0.9, linestyle=(0, (2, 2)))
     top = max((value for value in most if math.isfinite(value)), default=1)
     ax.set_ylim(1 - 0.04 * max(top - 1, 0.25), 1 + 1.1 * max(top - 1, 0.25))

@@ -53,9 +53,9 @@ def _table(title: str, unit: str, terms: Sequence[DiffTerm], one: float, totals:
     """Return the table of the terms. `one`: a unit in seconds or bytes; `totals`: step time or memory of A and B."""
     value, more = Quantity(lambda n: f"{n / one:.4g}"), Quantity(lambda n: f"{n / one:+.4g}")
     columns = Column(title), Column(f"A {unit}", value), Column(f"B {unit}", value), Column("B - A", more)
-    rows: list[Sequence[object]] = [(each.name, each.a, each.b, each.more) for each in terms]
+    rows: list[Sequence[object]] = [(term.name, term.a, term.b, term.more) for term in terms]
     a, b = totals
-    equal = a - sum(each.a for each in terms)
+    equal = a - sum(term.a for term in terms)
     if equal > ROUNDING * max(totals):
         rows.append(("equal in both", equal, equal, None))
     rows.append((Marked("all", "strong"), a, b, Marked(b - a, "strong")))
@@ -63,7 +63,7 @@ def _table(title: str, unit: str, terms: Sequence[DiffTerm], one: float, totals:
 
 
 def _formulas(terms: Sequence[DiffTerm]) -> Iterator[Part]:
-    for each in terms[:SHOWN]:
-        if each.why:
-            formula, *inputs = each.why
-            yield Code("\n".join((f"{each.name}: {formula}", *(f"  {line}" for line in inputs))))
+    for term in terms[:SHOWN]:
+        if term.why:
+            formula, *inputs = term.why
+            yield Code("\n".join((f"{term.name}: {formula}", *(f"  {line}" for line in inputs))))

@@ -34,7 +34,7 @@ def foreign_view(
         *layout_parts(priced, limit_bytes, goal),
         *_others(priced, others, limit_bytes),
     ]
-    alternatives = [_as_document(each) for each in others]
+    alternatives = [_as_document(other) for other in others]
     return VerbDocument(f"{run.files[0]}: the layout", reading | data | {"alternatives": alternatives}, parts)
 
 
@@ -58,7 +58,9 @@ def _read(run: ForeignRun, assumed: Sequence[str]) -> Iterator[Part]:
     if silent := fates.get(NO_EFFECT, []):
         yield Section("No effect on time and memory")
         for note in dict.fromkeys(record.note for record in silent):
-            named = ", ".join(f"{each.option} ({_line(each.where, run)})" for each in silent if each.note == note)
+            named = ", ".join(
+                f"{record.option} ({_line(record.where, run)})" for record in silent if record.note == note
+            )
             yield Note(f"  {note}: {named}")
 
 
@@ -72,20 +74,20 @@ def _others(priced: PricedLayout, others: Sequence[Instead], limit_bytes: float)
     """Yield each alternative with its changes, as lines of the file, and its warnings."""
     if not others:
         yield Note("no layout that the system can run fits; give more accelerators, or change the model or the batch")
-    for each in others:
-        change = each.priced.step_s / priced.step_s - 1
+    for other in others:
+        change = other.priced.step_s / priced.step_s - 1
         yield Note(
-            f"{format_seconds(each.priced.step_s)} a step, {abs(change):.1%} {'faster' if change < 0 else 'slower'}, "
-            f"{format_bytes(each.priced.peak_bytes)} of {format_bytes(limit_bytes)}",
+            f"{format_seconds(other.priced.step_s)} a step, {abs(change):.1%} {'faster' if change < 0 else 'slower'}, "
+            f"{format_bytes(other.priced.peak_bytes)} of {format_bytes(limit_bytes)}",
             "instead",
             "strong",
         )
-        for option, before, after in each.changes:
+        for option, before, after in other.changes:
             if before is not None:
                 yield Note(f"  - {_pasted(option, before)}")
             if after is not None:
                 yield Note(f"  + {_pasted(option, after)}")
-        yield from (Note(f"  warning: {warning}") for warning in warnings(each.priced))
+        yield from (Note(f"  warning: {warning}") for warning in warnings(other.priced))
 
 
 def _pasted(option: str, value: str) -> str:

@@ -49,12 +49,12 @@ class SourceNumbers:
 
     def fact(self) -> Fact:
         epochs = "n/a" if self.epochs is None else f"{self.epochs:.3g}"
-        told = [f"epochs; share {', then '.join(map(percent, self.shares))}"]
+        parts = [f"epochs; share {', then '.join(map(percent, self.shares))}"]
         if self.validation_loss is not None:
             first = self.first_validation_loss
             fell = f" from {first:.4f}" if first is not None else ""
-            told.append(f"validation loss {self.validation_loss:.4f}{fell}")
-        return Fact(f"source {self.name}", epochs, "; ".join(told))
+            parts.append(f"validation loss {self.validation_loss:.4f}{fell}")
+        return Fact(f"source {self.name}", epochs, "; ".join(parts))
 
 
 @dataclass(frozen=True)
@@ -236,8 +236,8 @@ def similar_pairs(run: RunRecord) -> dict[int, tuple[int, int]]:
     last = run.validation[-1] if run.validation else None
     if last is None or not len(layers) == len(last.expert_similarity_by_layer) == len(last.most_similar_experts):
         return {}
-    found = zip(layers, last.expert_similarity_by_layer, last.most_similar_experts, strict=True)
-    return {layer: pair for layer, cosine, pair in found if cosine > ALIKE}
+    rows = zip(layers, last.expert_similarity_by_layer, last.most_similar_experts, strict=True)
+    return {layer: pair for layer, cosine, pair in rows if cosine > ALIKE}
 
 
 def collapsed_experts(run: RunRecord) -> dict[int, tuple[int, ...]]:
@@ -266,7 +266,7 @@ def _source_numbers(run: RunRecord) -> Iterator[SourceNumbers]:
         losses = [record.sources[name] for record in run.validation if record.sources and name in record.sources]
         yield SourceNumbers(
             name=name,
-            shares=tuple(each.weights[place] / sum(each.weights) for each in mixtures),
+            shares=tuple(mixture.weights[place] / sum(mixture.weights) for mixture in mixtures),
             epochs=epochs.get(name),
             first_validation_loss=_finite(losses[0]) if losses else None,
             validation_loss=_finite(losses[-1]) if losses else None,

@@ -93,15 +93,15 @@ def _periodic(slow: Sequence[int], steps: Sequence[int]) -> tuple[int | None, tu
 def likely_causes(log: TrainingLog, times: StepTimes, result: LogCalibration, predicted_s: float) -> list[GapCause]:
     """Return the causes with the most time, the largest first. `result`: the calibration of the constants by the log;
     `predicted_s`: the predicted step."""
-    found = [
-        *_of_slow_steps(times), *_of_data(log, times), *_of_drift(times), *_of_constants(result, predicted_s)
+    causes = [
+        *_slow_step_causes(times), *_of_data(log, times), *_drift_causes(times), *_constant_causes(result, predicted_s)
     ]  # fmt: skip
-    found = [each for each in found if abs(each.per_step_s) >= LEAST_SHARE * predicted_s]
-    found.sort(key=lambda each: abs(each.per_step_s), reverse=True)
-    return found[:SHOWN_CAUSES]
+    causes = [cause for cause in causes if abs(cause.per_step_s) >= LEAST_SHARE * predicted_s]
+    causes.sort(key=lambda cause: abs(cause.per_step_s), reverse=True)
+    return causes[:SHOWN_CAUSES]
 
 
-def _of_slow_steps(times: StepTimes) -> Iterator[GapCause]:
+def _slow_step_causes(times: StepTimes) -> Iterator[GapCause]:
     names = {
         "warm-up": ("warm-up", "{n} slow at the start: compilation, allocation, connections"),
         "periodic": ("checkpoints, evaluations or other periodic work", "{n} slow, one every {period} steps"),
@@ -111,18 +111,18 @@ def _of_slow_steps(times: StepTimes) -> Iterator[GapCause]:
         name, evidence = names[group.kind]
         text = evidence.format(n=len(group.steps), period=group.period)
         at = ", ".join(map(str, group.steps[:4])) + (", ..." if len(group.steps) > 4 else "")
-        each = format_seconds(group.extra_s / len(group.steps))
-        yield GapCause(name, group.per_step_s, f"{text} (step {at}), {each} more than the median each")
+        extra = format_seconds(group.extra_s / len(group.steps))
+        yield GapCause(name, group.per_step_s, f"{text} (step {at}), {extra} more than the median each")
 
 
 def _of_data(log: TrainingLog, times: StepTimes) -> Iterator[GapCause]:
-    waits = [each.data_s for each in log.steps[times.warm :] if each.data_s is not None]
+    waits = [step.data_s for step in log.steps[times.warm :] if step.data_s is not None]
     if waits:
         usual = format_seconds(median(waits))
         yield GapCause("data", fmean(waits), f"the median step waits {usual} for data, as the log has it")
 
 
-def _of_drift(times: StepTimes) -> Iterator[GapCause]:
+def _drift_causes(times: StepTimes) -> Iterator[GapCause]:
     steady = times.seconds[times.warm :]
     third = len(steady) // 3
     if third < FEWEST_PERIODS:
@@ -136,7 +136,7 @@ def _of_drift(times: StepTimes) -> Iterator[GapCause]:
         )  # fmt: skip
 
 
-def _of_constants(result: LogCalibration, predicted_s: float) -> Iterator[GapCause]:
+def _constant_causes(result: LogCalibration, predicted_s: float) -> Iterator[GapCause]:
     """Yield the gap of the median step by constant, in proportion to the posterior, and the rest."""
     if not result.informs and not result.surprises:
         gap_s = predicted_s * (exp(result.gap) - 1)

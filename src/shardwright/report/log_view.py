@@ -45,7 +45,7 @@ def calibration_view(
     data = {
         "system": system,
         "software": result.kind,
-        "logs": [_log_json(log, each) for log, each in zip(logs, times, strict=True)],
+        "logs": [_log_json(log, timing) for log, timing in zip(logs, times, strict=True)],
         "measured_s": step_s,
         "informative": result.informs,
         "before": {"step_s": before[0], "interval_s": before[1]},
@@ -62,12 +62,12 @@ def _predictions(priced: PricedLayout, result: LogCalibration) -> list[tuple[flo
     """Return step time and 80 % interval before and after the log; the same twice if it is uninformative."""
     job, (before, after) = priced.job, result.means
     changed = with_times(job, np.exp(after - before)) if result.informs else job
-    found = []
-    for each, width in zip((job, changed), result.narrowings, strict=True):
-        time = step_time(each, priced.candidates)
-        low, high = interval_s(each, time, each.calibration, width if result.informs else result.narrowings[0])
-        found.append((float(time.total_s[0]), (float(low[0]), float(high[0]))))
-    return found
+    predictions = []
+    for variant, width in zip((job, changed), result.narrowings, strict=True):
+        time = step_time(variant, priced.candidates)
+        low, high = interval_s(variant, time, variant.calibration, width if result.informs else result.narrowings[0])
+        predictions.append((float(time.total_s[0]), (float(low[0]), float(high[0]))))
+    return predictions
 
 
 def _predicted(name: str, prediction: tuple[float, tuple[float, float]]) -> Fact:
@@ -88,7 +88,7 @@ def _constants(result: LogCalibration) -> Table:
 
 def _why_nothing(times: Sequence[StepTimes], noise: float, result: LogCalibration) -> str:
     if noise == inf:
-        n = min(each.n_steady for each in times)
+        n = min(timing.n_steady for timing in times)
         return f"{n} step times after the warm-up; {FEWEST_STEPS} or more are needed"
     if result.surprises:
         return _surprise(result)
@@ -105,11 +105,11 @@ def _surprise(result: LogCalibration) -> str:
 
 def log_notes(logs: Sequence[TrainingLog], times: Sequence[StepTimes]) -> Iterator[Note]:
     """Yield one note for each log, and its remarks."""
-    for log, each in zip(logs, times, strict=True):
-        warm = f", after {each.warm} of warm-up" if each.warm else ""
+    for log, timing in zip(logs, times, strict=True):
+        warm = f", after {timing.warm} of warm-up" if timing.warm else ""
         yield Note(
-            f"{log.path}, a log of {log.kind}: {each.n_steady} step times{warm}, median "
-            f"{format_seconds(each.median_s)}, they vary by {each.spread:.1%}"
+            f"{log.path}, a log of {log.kind}: {timing.n_steady} step times{warm}, median "
+            f"{format_seconds(timing.median_s)}, they vary by {timing.spread:.1%}"
         )
         yield from (Note(f"  {remark}") for remark in log.remarks)
 
@@ -147,8 +147,8 @@ def explained_log_view(
                 Fact("measured step", format_seconds(measured_s), f"median; mean {format_seconds(times.mean_s)}"),
                 _predicted("predicted step", (planned.step_s, (low, high))),
                 *(
-                    Fact(f"MFU, {name}", f"{each['measured']:.1%}", f"{each['predicted']:.1%} predicted")
-                    for name, each in mfu.items()
+                    Fact(f"MFU, {name}", f"{values['measured']:.1%}", f"{values['predicted']:.1%} predicted")
+                    for name, values in mfu.items()
                 ),
             ]
         ),
@@ -156,7 +156,7 @@ def explained_log_view(
         Section("Slow steps"),
         _slow_table(groups) if groups else Note("none"),
         Section("Most likely causes"),
-        *(Note(f"{_signed(each.per_step_s)} a step: {each.evidence}", each.name, "strong") for each in causes),
+        *(Note(f"{_signed(cause.per_step_s)} a step: {cause.evidence}", cause.name, "strong") for cause in causes),
         *([Note(ONE_NUMBER, tone="quiet")] if causes else [Note("no gap to explain")]),
     ]
     data = {
@@ -168,8 +168,8 @@ def explained_log_view(
         "interval_s": planned.interval_s,
         "mfu": mfu,
         "verdict": verdict,
-        "slow_steps": [vars(each) for each in groups],
-        "causes": [vars(each) for each in causes],
+        "slow_steps": [vars(group) for group in groups],
+        "causes": [vars(cause) for cause in causes],
     }
     return VerbDocument(f"{log.path}: measured and predicted", data, parts)
 
@@ -187,7 +187,7 @@ def _slow_table(groups: Sequence[SlowSteps]) -> Table:
         Column("steps"), Column("count", NUMBER), Column("every", NUMBER), Column("extra time", SECONDS),
         Column("for each step of the log", SECONDS),
     ]  # fmt: skip
-    rows = [(each.kind, len(each.steps), each.period, each.extra_s, each.per_step_s) for each in groups]
+    rows = [(group.kind, len(group.steps), group.period, group.extra_s, group.per_step_s) for group in groups]
     return Table(columns, rows)
 
 

@@ -66,7 +66,7 @@ class PlanComparison:
     def largest(self) -> str:
         """Return a sentence that names the part of the step whose seconds differ most."""
         gaps = {part: (part.measured or 0.0) - part.planned for part in self.parts}
-        part = max(gaps, key=lambda each: abs(gaps[each]))
+        part = max(gaps, key=lambda name: abs(gaps[name]))
         more = "more" if gaps[part] > 0 else "less"
         times = "" if part.ratio is None else f", {part.ratio:.2f} times"
         return (
@@ -101,10 +101,10 @@ def run_of(folder: Path, config: RunConfig, run_file: str, cluster: Cluster) -> 
             f"--measured {folder}: no step is logged yet since the layout or the device changed; wait for one"
         )
     for record in run.segments[-1].train:
-        if wrong := [
+        if missing := [
             f"{name}={value}" for name in _TIMES if (value := getattr(record, name)) < (name == "step_s") * 1e-9
         ]:
-            raise InputError(f"--measured {folder}: the record of step {record.step} has {', '.join(wrong)}: no time")
+            raise InputError(f"--measured {folder}: the record of step {record.step} has {', '.join(missing)}: no time")
     device, accelerator = run.starts[-1].device if run.starts else None, cluster.accelerator
     if (device == CPU and accelerator.host_bytes_per_s) or (device not in (CPU, None) and accelerator.name == CPU):
         right = CPU if device == CPU else "h100"
@@ -117,7 +117,7 @@ def run_of(folder: Path, config: RunConfig, run_file: str, cluster: Cluster) -> 
     if needs_memory(config):
         names = [name for name in names if name not in ("layout.recompute", "layout.recompute_layers")]
     if names:
-        its, file = (", ".join(f"{name}={written(each[name])}" for name in names) for each in (theirs, ours))
+        its, file = (", ".join(f"{name}={written(side[name])}" for name in names) for side in (theirs, ours))
         raise InputError(
             f"--measured {folder}: this is a run with {its}, and {run_file} has {file}; "
             f"compare the run with its own file, {folder / RUN_FILE}"
@@ -130,7 +130,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     layout = config.layout.layout()
     spec = config.spec()
     return {
-        **{f"model.{each.name}": getattr(spec, each.name) for each in fields(spec)},
+        **{f"model.{field.name}": getattr(spec, field.name) for field in fields(spec)},
         **{f"batch.{name}": getattr(config.batch, name) for name in type(config.batch).model_fields},
         "optimizer.name": config.optimizer.name,
         "optimizer.state_dtype": config.optimizer.state_dtype,
@@ -150,7 +150,7 @@ def compare_run(run: RunRecord, priced: PricedLayout) -> PlanComparison:
     size = priced.job.global_batch, priced.job.seq_len
     segment = replace(
         segment,
-        train=tuple(each for each in segment.train if _size(schedule.at(max(0, each.step - 1))) == size),
+        train=tuple(record for record in segment.train if _size(schedule.at(max(0, record.step - 1))) == size),
     )
     if not segment.train:
         raise InputError(
@@ -165,7 +165,7 @@ def compare_run(run: RunRecord, priced: PricedLayout) -> PlanComparison:
         ComparedTerm("tokens per second", "tokens/s", planned.tokens_per_s, _median(segment, "tokens_per_s")),
         ComparedTerm("MFU", "", planned.mfu_full, _median(segment, "mfu")),
         ComparedTerm(
-            "peak memory, rank 0", "B", float(bytes_of_rank[0, 0]), max(each.memory_bytes for each in segment.train)
+            "peak memory, rank 0", "B", float(bytes_of_rank[0, 0]), max(record.memory_bytes for record in segment.train)
         ),
     )
     parts = (

@@ -81,7 +81,7 @@ def memory_svg(priced: PricedLayout, limit_bytes: float) -> str:
 
     def draw(ax: "Axes") -> None:
         if n_ranks == 1:
-            _bars(ax, [({kind: held[0] / GiB for kind, held in kinds.items()}, "")])
+            _bars(ax, [({kind: per_rank[0] / GiB for kind, per_rank in kinds.items()}, "")])
             limit = limit_bytes / GiB
             ax.axvline(limit, color=COLOURS["limit"], linewidth=1.4, linestyle=(0, (5, 3)))
             ax.text(
@@ -102,8 +102,8 @@ def _columns(ax: "Axes", kinds: Mapping[str, Sequence[float]], limit_bytes: floa
     """Draw vertical stacked columns with their names, and the limit. A column far above it is cut and labelled."""
     places = np.arange(len(names))
     below = np.zeros(len(names))
-    for colour, held in zip(_colours(), kinds.values(), strict=False):
-        gib = np.asarray(held) / GiB
+    for colour, n_bytes in zip(_colours(), kinds.values(), strict=False):
+        gib = np.asarray(n_bytes) / GiB
         ax.bar(places, gib, bottom=below, width=0.78, color=colour, linewidth=0)
         below = below + gib
     _limit(ax, limit_bytes / GiB)
@@ -124,9 +124,9 @@ def time_svg(rows: Sequence[tuple[str, Mapping[str, float], float]]) -> str:
     def draw(ax: "Axes") -> None:
         _bars(ax, [({kind: parts_s.get(kind, 0.0) for kind in kinds}, name) for name, parts_s, _ in rows])
         for at, (_, _, seconds) in enumerate(rows):
-            said = f"{seconds:.4g} s" + (f", {slower_in_words(seconds / rows[0][2] - 1)}" if at else "")
+            label = f"{seconds:.4g} s" + (f", {slower_in_words(seconds / rows[0][2] - 1)}" if at else "")
             place: Any = {"textcoords": "offset points", "va": "center", "fontsize": 8.5, "color": COLOURS["quiet"]}
-            ax.annotate(said, (seconds, at), (4, 0), **place)
+            ax.annotate(label, (seconds, at), (4, 0), **place)
         ax.set_xlim(0, 1.17 * max(seconds for _, _, seconds in rows))
 
     return _drawn(draw, "Time of a step, s", 1.0 + 0.27 * len(rows), key=_key(spent), left=0.29, bottom_in=0.3)
@@ -154,13 +154,13 @@ def scaling_svg(points: Sequence[SweepPoint], chosen: int) -> str:
 
     def draw(ax: "Axes") -> None:
         sizes = [size for size, _ in fitting]
-        speeds = [each.job.tokens / each.step_s for _, each in fitting]
+        speeds = [priced.job.tokens / priced.step_s for _, priced in fitting]
         ideal = [speeds[0] / sizes[0] * size for size in sizes]
         ax.plot(sizes, ideal, color=COLOURS["quiet"], linewidth=1, linestyle=(0, (2, 2)), label="in proportion")
         ax.plot(sizes, speeds, color=COLOURS["curve"], marker="o", markersize=4.5, label="best layout that fits")
-        for size, speed, (_, each) in zip(sizes, speeds, fitting, strict=True):
+        for size, speed, (_, priced) in zip(sizes, speeds, fitting, strict=True):
             ax.annotate(
-                f"{format_count(speed)}/s, MFU {headline(each).mfu_full:.0%}",
+                f"{format_count(speed)}/s, MFU {headline(priced).mfu_full:.0%}",
                 (size, speed),
                 (6, -4),
                 textcoords="offset points",
@@ -185,13 +185,13 @@ def scaling_svg(points: Sequence[SweepPoint], chosen: int) -> str:
 
 def length_svg(points: Sequence[PricedLayout], chosen: int, limit_bytes: float) -> str:
     """Draw the memory of the fullest rank by kind, in GiB, over the sequence length, with the limit."""
-    held = [each.fullest_kinds for each in points]
-    kinds = {kind: [each[kind] for each in held] for kind in held[0]}
+    per_point = [point.fullest_kinds for point in points]
+    kinds = {kind: [n_bytes[kind] for n_bytes in per_point] for kind in per_point[0]}
 
     def draw(ax: "Axes") -> None:
-        _columns(ax, kinds, limit_bytes, [f"{each.job.seq_len:,}" for each in points])
-        for label, each in zip(ax.get_xticklabels(), points, strict=False):
-            label.set_fontweight("bold" if each.job.seq_len == chosen else "normal")
+        _columns(ax, kinds, limit_bytes, [f"{point.job.seq_len:,}" for point in points])
+        for label, point in zip(ax.get_xticklabels(), points, strict=False):
+            label.set_fontweight("bold" if point.job.seq_len == chosen else "normal")
         ax.set_xlabel("tokens of a sequence", color=COLOURS["quiet"])
 
     return _drawn(draw, "Memory of the fullest rank, GiB", 3.6, key=_key(kinds))
@@ -200,9 +200,9 @@ def length_svg(points: Sequence[PricedLayout], chosen: int, limit_bytes: float) 
 def with_allocator(priced: PricedLayout) -> dict[str, list[float]]:
     """Return the bytes of each rank by kind, including the bytes that the allocator cannot use."""
     memory = priced.memory
-    found = {kind: np.asarray(held)[0].tolist() for kind, held in memory.kinds.items()}
-    found["allocator"] = memory.lost_bytes[0].tolist()
-    return found
+    kinds = {kind: np.asarray(n_bytes)[0].tolist() for kind, n_bytes in memory.kinds.items()}
+    kinds["allocator"] = memory.lost_bytes[0].tolist()
+    return kinds
 
 
 def _limit(ax: "Axes", gib: float) -> None:

@@ -49,17 +49,17 @@ class PlanTable(Plan):
         if taken is None:
             return [("nothing fits; nearest", None, "", self.survey.nearest_bytes, str(nearest))]
         named = compared(self)
-        choices = {each.choice for _, each in named}
-        listed = [(f"number {n}", Alternative("", each, None)) for n, each in worth_a_row(self.best, taken)]
-        others = [(name, each) for name, each in listed if each.choice not in choices]
+        choices = {alternative.choice for _, alternative in named}
+        listed = [(f"number {n}", Alternative("", priced, None)) for n, priced in worth_a_row(self.best, taken)]
+        others = [(name, alternative) for name, alternative in listed if alternative.choice not in choices]
         return [
             (
                 name,
-                each.priced.step_s,
-                verdict(taken, each, self.limit_bytes) if each.choice != taken.choice else "",
-                each.priced.peak_bytes,
-                str(each.choice),
+                alternative.priced.step_s,
+                verdict(taken, alternative, self.limit_bytes) if alternative.choice != taken.choice else "",
+                alternative.priced.peak_bytes,
+                str(alternative.choice),
             )
-            for name, each in [*named, *others]
-            if each.priced is not None
+            for name, alternative in [*named, *others]
+            if alternative.priced is not None
         ]

@@ -91,10 +91,10 @@ class SearchedPlan:
 
 def plan_view(searched: SearchedPlan, data: Any) -> VerbDocument:
     """Return the document of a plan. `data`: its JSON document, or None if only the text or the page is needed."""
-    job, asked = searched.plan.job, searched.whole.job.cluster
-    found = searched.plan.recommended is not None
-    on = asked.name if searched.whole is searched.plan else f"{job.cluster.size} of {asked.size} in {asked.name}"
-    parts = [job_note(job, searched.name, on), *(_found(searched) if found else _nothing_fits(searched))]
+    job, wanted = searched.plan.job, searched.whole.job.cluster
+    fits = searched.plan.recommended is not None
+    on = wanted.name if searched.whole is searched.plan else f"{job.cluster.size} of {wanted.size} in {wanted.name}"
+    parts = [job_note(job, searched.name, on), *(_recommendation(searched) if fits else _nothing_fits(searched))]
     return VerbDocument(f"{searched.name} on {on}: the layout", data, parts)
 
 
@@ -169,7 +169,7 @@ def _restricted(plan: Plan) -> str:
     return "" if plan.fixed is None else f" with {plan.fixed}"
 
 
-def _found(searched: SearchedPlan) -> Iterator[Part]:
+def _recommendation(searched: SearchedPlan) -> Iterator[Part]:
     plan, taken = searched.plan, searched.taken
     yield Note(
         f"{plan.survey.n_layouts:,} layouts{_restricted(plan)}, {len(plan.pool):,} of them fit in {_room(searched)}; "
@@ -179,10 +179,10 @@ def _found(searched: SearchedPlan) -> Iterator[Part]:
     if searched.whole is not plan:
         yield Note(fewer_accelerators(plan, searched.whole))
     yield from map(Note, remarks(plan))
-    for each in searched.batches:
+    for batch in searched.batches:
         yield Note(
-            f"--global-batch {each.global_batch} takes {each.saved:.1%} less time for a token, with "
-            f"{each.plan.best[0].choice}"
+            f"--global-batch {batch.global_batch} takes {batch.saved:.1%} less time for a token, with "
+            f"{batch.plan.best[0].choice}"
         )
     yield from layout_parts(taken, plan.limit_bytes, searched.goal)
     if taken.choice != plan.best[0].choice:
@@ -200,12 +200,12 @@ def _compared(searched: SearchedPlan) -> Table:
     plan, taken = searched.plan, searched.taken
     columns = Column(""), Column("step", SECONDS), Column("change", NUMBER), Column("memory", NUMBER)
     rows = []
-    for name, each in compared(plan, searched.own):
-        peak = each.priced.peak_bytes if each.priced else each.nearest[1] if each.nearest else 0.0
-        memory = format_bytes(peak) + ("" if each.priced else ", does not fit")
-        slower = verdict(taken, each, plan.limit_bytes) if each.priced and each.choice != taken.choice else None
-        named = Marked(name, "strong" if each.choice == taken.choice else "")
-        rows.append((named, each.priced.step_s if each.priced else None, slower, memory, each.choice))
+    for name, other in compared(plan, searched.own):
+        peak = other.priced.peak_bytes if other.priced else other.nearest[1] if other.nearest else 0.0
+        memory = format_bytes(peak) + ("" if other.priced else ", does not fit")
+        slower = verdict(taken, other, plan.limit_bytes) if other.priced and other.choice != taken.choice else None
+        named = Marked(name, "strong" if other.choice == taken.choice else "")
+        rows.append((named, other.priced.step_s if other.priced else None, slower, memory, other.choice))
     return Table((*columns, Column("layout", CODE)), rows)
 
 
@@ -242,8 +242,8 @@ def layout_parts(priced: PricedLayout, limit_bytes: float, goal: TrainingGoal | 
 
 def _speed(priced: PricedLayout) -> Iterator[Fact]:
     numbers, job = headline(priced), priced.job
-    each = f"{format_count(numbers.tokens_per_s_per_accelerator)} on each accelerator"
-    yield Fact("a step takes", format_seconds(numbers.step_s), f"{format_count(numbers.tokens_per_s)} tokens/s, {each}")
+    rate = f"{format_count(numbers.tokens_per_s_per_accelerator)} on each accelerator"
+    yield Fact("a step takes", format_seconds(numbers.step_s), f"{format_count(numbers.tokens_per_s)} tokens/s, {rate}")
     low, high = map(format_seconds, numbers.interval_s)
     wide = f"(no measured run is on {job.cluster.accelerator.name}, so this is wide)" if unmeasured(job) else ""
     yield Fact("80 % interval", f"{low} to {high}", wide)
@@ -312,13 +312,13 @@ def _top(plan: Plan, taken: PricedLayout) -> Table:
         [
             (
                 number,
-                each.step_s,
-                each.step_s / taken.step_s - 1 if each.choice != taken.choice else None,
-                headline(each).mfu_full,
-                each.peak_bytes,
-                difference(taken.choice, each.choice),
+                priced.step_s,
+                priced.step_s / taken.step_s - 1 if priced.choice != taken.choice else None,
+                headline(priced).mfu_full,
+                priced.peak_bytes,
+                difference(taken.choice, priced.choice),
             )
-            for number, each in rows
+            for number, priced in rows
         ],
         "\n".join(filter(None, (hidden, left_out(rows, plan.equals)))),
     )
@@ -333,18 +333,18 @@ def _others(searched: SearchedPlan) -> Iterator[Part]:
     yield Section("Why not another")
     columns = Column("kind"), Column("change"), Column("layout", CODE), Column("why")
     slower = [
-        (Marked(name, "strong"), verdict(taken, each, plan.limit_bytes), each.choice, why(taken, each))
-        for name, each in rows
-        if not each.as_fast(taken)
+        (Marked(name, "strong"), verdict(taken, other, plan.limit_bytes), other.choice, why(taken, other))
+        for name, other in rows
+        if not other.as_fast(taken)
     ]
     yield Table(columns, slower, stacked=True)
     if equal := also_fast(taken, searched.alternatives):
         yield Note(equal, "as fast, within rounding")
-    bars = [("recommended", taken), *((_short(name), each.priced) for name, each in rows if each.priced is not None)]
+    bars = [("recommended", taken), *((_short(name), other.priced) for name, other in rows if other.priced is not None)]
     yield Picture(
         "time",
         "Time by kind of work",
-        partial(time_svg, [(name, each.parts_s, each.step_s) for name, each in bars[:BARS]]),
+        partial(time_svg, [(name, priced.parts_s, priced.step_s) for name, priced in bars[:BARS]]),
         "The seconds of a step by kind of work, without overlapped communication; “pipeline” is the bubble of the "
         "busiest rank.",
         (ROLES[0], ROLES[1]),
@@ -390,7 +390,7 @@ def _nothing_fits(searched: SearchedPlan) -> Iterator[Note]:
     yield Note(f"{nearest} needs {needed}", "nearest")
     if searched.remedies:
         yield Note("what would make it fit, each tried by itself:")
-        yield from (Note(f"  {each.what}") for each in searched.remedies)
+        yield from (Note(f"  {remedy.what}") for remedy in searched.remedies)
     else:
         yield Note("no single change that was tried (accelerators, sequence length, precision) makes it fit")
     yield from (Note(warning, "warning", "bad") for warning in job_warnings(plan.job))

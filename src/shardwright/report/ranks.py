@@ -47,14 +47,14 @@ def ratios_of(run: RunRecord) -> tuple[list[int], list[list[float]]]:
 
 
 def _mean(records: Sequence[TrainRecord], n_ranks: int) -> list[float]:
-    found: list[list[float]] = [[] for _ in range(n_ranks)]
+    ratios: list[list[float]] = [[] for _ in range(n_ranks)]
     for record in records:
         own_s = record.own_s_by_rank
         middle = sorted(own_s)[(len(own_s) - 1) // 2] if own_s else 0.0
-        for rank, each in enumerate(own_s):
+        for rank, seconds in enumerate(own_s):
             if middle > 0:
-                found[rank].append(each / middle)
-    return [sum(each) / len(each) if each else math.nan for each in found]
+                ratios[rank].append(seconds / middle)
+    return [sum(values) / len(values) if values else math.nan for values in ratios]
 
 
 def _draw(figure: "Figure", ax: "Axes", edges: list[int], ratios: list[list[float]]) -> None:

@@ -94,11 +94,13 @@ def _best(plan: RLPlan, best: RLStep) -> Iterator[Part]:
     yield Note(bound(best), "bound")
     if plan.remedies:
         yield Section("What would help")
-        each = [
+        changes = [
             (": ".join(filter(None, (remedy.options, remedy.what))), remedy.total_s, remedy.total_s / best.total_s - 1)
             for remedy in plan.remedies
         ]
-        yield Table((Column("change"), Column("step", SECONDS), Column("difference", Quantity("{:+.0%}".format))), each)
+        yield Table(
+            (Column("change"), Column("step", SECONDS), Column("difference", Quantity("{:+.0%}".format))), changes
+        )
     if task.job.model.lora is not None:
         yield Note(
             f"only the adapters are sent, {format_bytes(transfer.whole_bytes)} in 16 bits; the engine has the base "
@@ -113,7 +115,7 @@ def bound(step: RLStep) -> str:
     """Return the part that bounds the step."""
     name, seconds = max(
         ((name, seconds) for name, seconds in step.parts_s.items() if name not in step.hidden()),
-        key=lambda each: each[1],
+        key=lambda pair: pair[1],
     )
     tail = step.generation.tail_s
     last = f", {format_seconds(tail)} of it for the longest tenth of the answers" if tail and name == GENERATION else ""
@@ -123,11 +125,11 @@ def bound(step: RLStep) -> str:
 def _others(plan: RLPlan) -> Iterator[Part]:
     yield Section("Splits of the accelerators, each with its fastest layouts")
     columns = Column("split"), Column("step", SECONDS), Column("generation"), Column("training")
-    rows = [(_split(each), each.total_s, each.generation.layout, each.training.text) for each in plan.best]
+    rows = [(_split(step), step.total_s, step.generation.layout, step.training.text) for step in plan.best]
     yield Table(columns, rows)
     bars = [
-        (_split(each), {part: s for part, s in each.parts_s.items() if part not in each.hidden()}, each.total_s)
-        for each in plan.best
+        (_split(step), {part: s for part, s in step.parts_s.items() if part not in step.hidden()}, step.total_s)
+        for step in plan.best
     ]
     caption = "The seconds of a step by part, for each split with its fastest layouts; parts that overlap are left out."
     yield Picture("time", "Time by part", partial(time_svg, bars), caption, (ROLES[0], ROLES[1]))
@@ -146,9 +148,9 @@ def rl_data(plan: RLPlan, name: str) -> dict[str, Any]:
         "updates": task.n_updates,
         "off_policy_steps": task.off_policy_steps,
         "reference": task.reference,
-        "best": [_step_data(each) for each in plan.best],
+        "best": [_step_data(step) for step in plan.best],
         "unfit": plan.unfit,
-        "remedies": [vars(each) for each in plan.remedies],
+        "remedies": [vars(remedy) for remedy in plan.remedies],
     }
 
 

@@ -171,8 +171,8 @@ def check_folder(folder: Path) -> None:
     """Raise InputError for a folder that is not one of a run, with the files that it contains."""
     if not folder.exists():
         runs = [path.parent.name for path in sorted(folder.parent.glob(f"*/{METRICS}"))]
-        there = f"runs in {folder.parent}: {_some(runs)}" if runs else f"there is no run in {folder.parent} either"
-        raise InputError(f"{folder}: no such folder; {there}")
+        nearby = f"runs in {folder.parent}: {_some(runs)}" if runs else f"there is no run in {folder.parent} either"
+        raise InputError(f"{folder}: no such folder; {nearby}")
     if not folder.is_dir():
         raise InputError(f"{folder} is a file; give the folder of a run: {_CONTENTS}")
     missing = [name for name in (METRICS, RUN_FILE) if not (folder / name).is_file()]

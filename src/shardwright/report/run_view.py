@@ -15,7 +15,7 @@ from shardwright.report.headline import RunHeadline, headline, title_of
 from shardwright.report.ranks import has_ranks, ranks_svg
 from shardwright.report.run_record import RunRecord
 from shardwright.report.timeline import READING, PipelineNumbers
-from shardwright.report.words import batch_in_words, held_in_words, layout_in_words
+from shardwright.report.words import batch_in_words, layout_in_words, rank_state_words
 from shardwright.runs.folder import CHECKPOINTS, EVENTS, METRICS
 from shardwright.schedule.draw import svg as timelines_svg
 from shardwright.system.files import real_path
@@ -171,8 +171,8 @@ def _bubbles(step: PipelineNumbers) -> Table:
     return Table(
         columns,
         [
-            (each.rank, each.busy_s, each.bubble_planned, each.bubble_measured, each.peak_in_flight)
-            for each in step.ranks
+            (of_rank.rank, of_rank.busy_s, of_rank.bubble_planned, of_rank.bubble_measured, of_rank.peak_in_flight)
+            for of_rank in step.ranks
         ],
         rest="A bubble is the share of the time from the first start of any rank to the last end of any. In flight: "
         "micro-batches between their F and the end of their B or I, each weighted by its part of the rank's layers.",
@@ -183,7 +183,7 @@ def _layout(run: RunRecord) -> Iterator[Part]:
     layout = run.config.layout.layout()
     stages = f"The layers are partitioned into {layout.n_stages} stages; the schedule is {layout.pp_schedule}. "
     yield Section("Layout")
-    yield Note(f"{layout_in_words(layout)}. {stages if layout.pp > 1 else ''}{held_in_words(layout)}")
+    yield Note(f"{layout_in_words(layout)}. {stages if layout.pp > 1 else ''}{rank_state_words(layout)}")
     for stage, words in batch_in_words(run.config):
         yield Note(f"{f'After step {stage.from_step:,} a' if stage.from_step else 'A'} step trains on {words}.")
 

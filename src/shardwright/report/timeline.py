@@ -88,19 +88,19 @@ class PipelineRecord:
     @property
     def timelines(self) -> list[ScheduleTimeline]:
         """Return the planned and the measured timeline, both in milliseconds."""
-        told = self.numbers
-        name = f"{told.schedule}, {len(self.spans)} ranks, {told.n_microbatches} micro-batches"
+        facts = self.numbers
+        name = f"{facts.schedule}, {len(self.spans)} ranks, {facts.n_microbatches} micro-batches"
         return [
             self._timeline(
                 f"Planned: {name}",
                 self._simulation.spans,
-                f"bubble {told.bubble_planned:.1%}, {format_seconds(told.makespan_planned_s)}; an action takes the "
+                f"bubble {facts.bubble_planned:.1%}, {format_seconds(facts.makespan_planned_s)}; an action takes the "
                 f"measured mean of its op and stage, a message nothing",
             ),
             self._timeline(
                 f"Measured: step {self.step:,}",
                 self.spans,
-                f"bubble {told.bubble_measured:.1%}, {format_seconds(told.makespan_s)}",
+                f"bubble {facts.bubble_measured:.1%}, {format_seconds(facts.makespan_s)}",
             ),
         ]
 
@@ -124,9 +124,9 @@ class PipelineRecord:
             schedule=self.schedule.name,
             n_stages=self.schedule.n_stages,
             n_microbatches=self.schedule.n_microbatches,
-            bubble_planned=sum(each.bubble_planned for each in ranks) / len(ranks),
-            bubble_measured=sum(each.bubble_measured for each in ranks) / len(ranks),
-            bubble_waiting=sum(each.bubble_waiting for each in ranks) / len(ranks),
+            bubble_planned=sum(of_rank.bubble_planned for of_rank in ranks) / len(ranks),
+            bubble_measured=sum(of_rank.bubble_measured for of_rank in ranks) / len(ranks),
+            bubble_waiting=sum(of_rank.bubble_waiting for of_rank in ranks) / len(ranks),
             makespan_planned_s=planned.end / 1000,
             makespan_s=measured.end / 1000,
             clocks_apart_s=self._clocks_apart_ms() / 1000,
@@ -156,8 +156,10 @@ class PipelineRecord:
 
     @cached_property
     def _simulation(self) -> Simulation:
-        of = {op: self._of_stages(op, fmean) for op in OPS}
-        times = _MeasuredTimes(forward=of["F"], backward_input=of["I"], weight=of["W"], both=of["B"])
+        durations = {op: self._of_stages(op, fmean) for op in OPS}
+        times = _MeasuredTimes(
+            forward=durations["F"], backward_input=durations["I"], weight=durations["W"], both=durations["B"]
+        )
         return simulate(self.schedule, times)
 
     @cached_property
@@ -207,7 +209,9 @@ def read_pipeline(folder: Path, config: RunConfig) -> PipelineRecord | None:
     layout = config.layout.layout()
     if layout.pp == 1:
         return None
-    recorded = [{each.step: each for each in read_pipeline_steps(timeline_path(folder, r))} for r in range(layout.pp)]
+    recorded = [
+        {record.step: record for record in read_pipeline_steps(timeline_path(folder, r))} for r in range(layout.pp)
+    ]
     steps = set.intersection(*map(set, recorded))
     if not steps:
         return None
@@ -216,18 +220,18 @@ def read_pipeline(folder: Path, config: RunConfig) -> PipelineRecord | None:
         stage = batches.at(step - 1)
         n_microbatches = accumulation(stage.global_batch, stage.micro_batch, layout.data_ranks)
         schedule = step_schedule(config.spec(), layout, n_microbatches, batches.longest.seq_len)
-        spans = [_spans(each[step], actions) for each, actions in zip(recorded, schedule.ranks, strict=True)]
-        whole = [each for each in spans if each is not None]
+        spans = [_spans(records[step], actions) for records, actions in zip(recorded, schedule.ranks, strict=True)]
+        whole = [of_rank for of_rank in spans if of_rank is not None]
         if len(whole) == layout.pp and _at_once(whole):
-            zero_s = min(each[0][1] for each in whole)
-            in_ms = tuple([(a, 1000 * (s - zero_s), 1000 * (e - zero_s)) for a, s, e in each] for each in whole)
+            zero_s = min(of_rank[0][1] for of_rank in whole)
+            in_ms = tuple([(a, 1000 * (s - zero_s), 1000 * (e - zero_s)) for a, s, e in of_rank] for of_rank in whole)
             return PipelineRecord(step, schedule, in_ms)
     return None
 
 
 def _at_once(spans: Sequence[Spans]) -> bool:
     """Return whether spans can belong to one step: the last rank to start started before any rank finished."""
-    return max(each[0][1] for each in spans) < min(each[-1][2] for each in spans)
+    return max(of_rank[0][1] for of_rank in spans) < min(of_rank[-1][2] for of_rank in spans)
 
 
 def _spans(ran: PipelineStep, actions: Sequence[Action]) -> Spans | None:
@@ -235,4 +239,4 @@ def _spans(ran: PipelineStep, actions: Sequence[Action]) -> Spans | None:
     if [name for name, _, _ in ran.actions] != list(map(str, actions)):
         return None
     times = ((ran.zero_s + start, ran.zero_s + end) for _, start, end in ran.actions)
-    return [(action, *each) for action, each in zip(actions, times, strict=True)]
+    return [(action, *interval) for action, interval in zip(actions, times, strict=True)]

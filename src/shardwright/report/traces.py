@@ -117,8 +117,8 @@ def _events(trace: ProfilerTrace, shift_us: float, start_us: float) -> Iterator[
         if event.get("ph") == "M":
             args = event.get("args")
             if isinstance(args, dict) and event.get("name") in ("process_labels", "thread_name"):
-                of = place if event["name"] == "thread_name" else (place[0], "")
-                names[event["name"], *of] = str(args.get("labels", args.get("name")))
+                key = place if event["name"] == "thread_name" else (place[0], "")
+                names[event["name"], *key] = str(args.get("labels", args.get("name")))
             continue
         if not _has_time(event):
             continue

@@ -53,9 +53,9 @@ def whole_run_parts(run: WholeRun, cluster: Cluster) -> Iterator[Part]:
     )
     if run.stages:
         sizes = Column("batch", COUNT), Column("tokens a sequence", COUNT), Column("steps", COUNT)
-        batches = [(each.stage.global_batch, each.stage.seq_len) for each in run.stages]
-        numbers = [(round(each.steps), each.step_s, each.days) for each in run.stages]
-        table = [(*batch, *each) for batch, each in zip(batches, numbers, strict=True)]
+        batches = [(part.stage.global_batch, part.stage.seq_len) for part in run.stages]
+        numbers = [(round(part.steps), part.step_s, part.days) for part in run.stages]
+        table = [(*batch, *row) for batch, row in zip(batches, numbers, strict=True)]
         yield Table((*sizes, Column("step", SECONDS), Column("days", DAYS)), table)
     kinds = [(kind, days, days / run.days) for kind, days in run.parts_days.items() if days]
     total = Marked("whole run", "strong"), run.days, None

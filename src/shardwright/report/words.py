@@ -38,16 +38,16 @@ def layout_in_words(layout: Layout) -> str:
 def batch_in_words(config: RunConfig) -> list[tuple[BatchStage, str]]:
     """Return each stage of the batch with, for example, `16 sequences of 128 tokens: 2 data ranks x 2 micro-batches x
     4`."""
-    ranks, found = config.layout.layout().data_ranks, []
+    ranks, texts = config.layout.layout().data_ranks, []
     of_ranks = f"{ranks:,} data {'rank' if ranks == 1 else 'ranks'}"
     for stage, of_stage in zip(config.batch.schedule.stages, config.by_stage, strict=True):
         n_microbatches = of_stage.accumulation
         of_microbatches = f"{n_microbatches:,} {'micro-batch' if n_microbatches == 1 else 'micro-batches'}"
-        found.append((stage, f"{stage}: {of_ranks} x {of_microbatches} x {stage.micro_batch:,}"))
-    return found
+        texts.append((stage, f"{stage}: {of_ranks} x {of_microbatches} x {stage.micro_batch:,}"))
+    return texts
 
 
-def held_in_words(layout: Layout) -> str:
+def rank_state_words(layout: Layout) -> str:
     """Return which parameters, gradients and optimizer states one rank holds, by the axes of the layout."""
     parts = []
     if layout.pp > 1:
@@ -66,14 +66,14 @@ def held_in_words(layout: Layout) -> str:
         2: ("the parameters", "the gradients and optimizer states"),
         3: ("", "the parameters, gradients and optimizer states"),
     }[layout.zero]
-    held = f"{whole} whole and 1/{n_shards} of {sharded}" if whole else f"1/{n_shards} of {sharded}"
+    share = f"{whole} whole and 1/{n_shards} of {sharded}" if whole else f"1/{n_shards} of {sharded}"
     axes = "dp_shard x cp" if layout.cp > 1 else "dp_shard"
     experts = ""
     if layout.ep > 1 and layout.expert_dp_shard != n_shards:
         experts = (
             f"; of its experts 1/{layout.expert_dp_shard}" if layout.expert_dp_shard > 1 else "; its experts whole"
         )
-    zero = f"{held} (ZeRO-{layout.zero} over {axes} = {n_shards}{experts})"
+    zero = f"{share} (ZeRO-{layout.zero} over {axes} = {n_shards}{experts})"
     return f"Each rank holds {_list(parts)}. Of those it holds {zero}." if parts else f"Each rank holds {zero}."
 
 

@@ -84,9 +84,9 @@ class AnswerLengths:
 
     def lengths(self, n: int, seed: int = 0) -> list[int]:
         """Return the lengths of n answers in a random order: the quantiles at (i + 1/2) / n, each at least 1."""
-        found = np.minimum(np.exp(self._location() + self.spread * _normal(n)), self.maximum)
-        shuffled = np.random.default_rng(seed).permutation(found)
-        return [max(1, round(float(each))) for each in shuffled]
+        quantiles = np.minimum(np.exp(self._location() + self.spread * _normal(n)), self.maximum)
+        shuffled = np.random.default_rng(seed).permutation(quantiles)
+        return [max(1, round(float(length))) for length in shuffled]
 
 
 def _normal(n: int) -> Floats:

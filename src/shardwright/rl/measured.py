@@ -124,7 +124,7 @@ def _contradictions(row: PublishedStep) -> Iterator[str]:
         yield f"mean_output_len={row.mean_output_len:g} and prompts do not fit in max_seq_len={row.max_seq_len}"
     try:
         model = named(row.model)[1]
-        yield from _wrong_stages(row, model.n_layers)
+        yield from _division_problems(row, model.n_layers)
         for name in ("tp", "generation_tp"):
             if not tp_divides(model, tp := getattr(row, name)):
                 yield f"{name}={tp}: the matrices of {row.model} cannot be partitioned into {tp} equal parts"
@@ -136,14 +136,14 @@ def _contradictions(row: PublishedStep) -> Iterator[str]:
                 f"ep={ep} does not divide the {n} experts of {row.model}" if n else f"ep={ep} without experts; valid: 1"
             )
         chip = cluster(f"{row.accelerator}:{row.accelerators}").accelerator
-        known = [each for each in weights_on(chip) if each in ("bf16", "fp8") and each in chip.flops_per_s]
+        known = [form for form in weights_on(chip) if form in ("bf16", "fp8") and form in chip.flops_per_s]
         if row.precision not in known:
             yield f"precision={row.precision} on {row.accelerator}; valid there: {', '.join(known)}"
     except InputError as error:
         yield from error.problems
 
 
-def _wrong_stages(row: PublishedStep, n_layers: int) -> Iterator[str]:
+def _division_problems(row: PublishedStep, n_layers: int) -> Iterator[str]:
     """Yield why the layers of a model cannot be divided into the stages of a row."""
     first, last, between = row.first_layers, row.last_layers, row.pp - 2
     if first is None and last is None:
@@ -192,16 +192,18 @@ class RLEvaluation:
 
     def groups(self) -> dict[str, list[PredictedStep]]:
         """Return the rows fitted to, the others, and the others by model, accelerator, policy and precision."""
-        unseen = [each for each in self.rows if each.row.version != FITTED]
-        found = {
-            f"version {FITTED}, fitted to": [each for each in self.rows if each.row.version == FITTED],
+        unseen = [prediction for prediction in self.rows if prediction.row.version != FITTED]
+        by_group = {
+            f"version {FITTED}, fitted to": [
+                prediction for prediction in self.rows if prediction.row.version == FITTED
+            ],
             "other versions, not fitted to": unseen,
         }
         for name in ("model", "accelerator", "off_policy_steps", "precision"):
-            for value in dict.fromkeys(getattr(each.row, name) for each in unseen):
-                of_value = [each for each in unseen if getattr(each.row, name) == value]
-                found[f"{name.replace('_', ' ')} {value}"] = of_value
-        return {name: rows for name, rows in found.items() if rows}
+            for value in dict.fromkeys(getattr(prediction.row, name) for prediction in unseen):
+                of_value = [prediction for prediction in unseen if getattr(prediction.row, name) == value]
+                by_group[f"{name.replace('_', ' ')} {value}"] = of_value
+        return {name: rows for name, rows in by_group.items() if rows}
 
     def summaries(self) -> dict[str, ErrorSummary]:
         """Return the errors of each group."""
@@ -215,15 +217,15 @@ class RLEvaluation:
     def as_json(self) -> dict[str, Any]:
         """Return every row and the errors of each group."""
         rows = [
-            {"id": each.row.id, "measured_s": each.row.step_time_s, "predicted_s": each.step.total_s,
-             "error": each.error, "parts_s": each.step.parts_s, "hidden": list(each.step.hidden())}
-            for each in self.rows
+            {"id": prediction.row.id, "measured_s": prediction.row.step_time_s, "predicted_s": prediction.step.total_s,
+             "error": prediction.error, "parts_s": prediction.step.parts_s, "hidden": list(prediction.step.hidden())}
+            for prediction in self.rows
         ]  # fmt: skip
         errors = [
-            {"group": name, "n": each.n, "mean_absolute": each.mean_absolute, "bias": each.bias}
-            for name, each in self.summaries().items()
+            {"group": name, "n": summary.n, "mean_absolute": summary.mean_absolute, "bias": summary.bias}
+            for name, summary in self.summaries().items()
         ]
-        skipped = [{"id": each.id, "why_not": each.why_not} for each in self.skipped]
+        skipped = [{"id": row.id, "why_not": row.why_not} for row in self.skipped]
         return {"file": str(self.path), "rows": rows, "groups": errors, "skipped": skipped}
 
 
@@ -288,15 +290,15 @@ def _layout(row: PublishedStep, task: RLTask) -> tuple[Job, Candidates]:
     return task.training_job(size, data), Candidates(shared=shared, sequence_parallel=np.array([row.tp > 1]), **arrays)
 
 
-def report_lines(found: RLEvaluation) -> Iterator[str]:
+def report_lines(evaluation: RLEvaluation) -> Iterator[str]:
     """Yield the evaluation as text: each row with its parts, and the errors of each group."""
     yield f"{'row':<46} {'measured':>9} {'predicted':>9} {'error':>6}  predicted parts, in seconds"
-    for each in found.rows:
-        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in each.step.parts_s.items())
-        measured, predicted = each.row.step_time_s, each.step.total_s
-        yield f"{each.row.id:<46} {measured:>7.4g} s {predicted:>7.4g} s {each.error:>+6.0%}  {parts}"
-    for row in found.skipped:
+    for prediction in evaluation.rows:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in prediction.step.parts_s.items())
+        measured, predicted = prediction.row.step_time_s, prediction.step.total_s
+        yield f"{prediction.row.id:<46} {measured:>7.4g} s {predicted:>7.4g} s {prediction.error:>+6.0%}  {parts}"
+    for row in evaluation.skipped:
         yield f"{row.id:<46} skipped: {row.why_not}"
     yield f"{'mean abs':>9} {'bias':>7} {'rows':>5}  rows of"
-    for name, errors in found.summaries().items():
+    for name, errors in evaluation.summaries().items():
         yield f"{errors.mean_absolute:>9.1%} {errors.bias:>+7.1%} {errors.n:>5}  {name}"

@@ -90,42 +90,42 @@ def search(task: RLTask, generate_on: int | None = None, processes: int = 1, rem
         except LayoutError as error:
             training, why = [], f"training is not possible: {'; '.join(error.problems)}"
         if generation and training:
-            steps = (RLStep(task, each, other, number > 0) for each in generation for other in training)
+            steps = (RLStep(task, pool, other, number > 0) for pool in generation for other in training)
             best.append(min(steps, key=lambda step: step.total_s))
         else:
             unfit[split_text(number, size)] = why
     best.sort(key=lambda step: step.total_s)
     remedies = [*_remedies(task, best[0], generate_on, processes)] if best and remedied else []
-    return RLPlan(task, best, unfit, sorted(remedies, key=lambda each: each.total_s))
+    return RLPlan(task, best, unfit, sorted(remedies, key=lambda remedy: remedy.total_s))
 
 
 def _generation(task: RLTask, size: int, separate: bool) -> list[GenerationPool]:
     """Return the simulated pools of `size` accelerators, the fastest first."""
     serving = replace(task.serving, cluster=part(task.cluster, size))
-    every = [each for each in layouts(serving.model, serving.cluster) if each.replicas <= task.n_answers]
-    settings = Settings.from_layouts([each.degrees for each in every])
+    every = [layout for layout in layouts(serving.model, serving.cluster) if layout.replicas <= task.n_answers]
+    settings = Settings.from_layouts([layout.degrees for layout in every])
     share = task.engine.memory_share if separate else min(task.engine.memory_share, task.colocated_share)
-    requests = np.array([ceil(task.n_answers / each.replicas) for each in every], dtype=float)
+    requests = np.array([ceil(task.n_answers / layout.replicas) for layout in every], dtype=float)
     engine = replace(task.engine, memory_share=share, max_batch=min(task.engine.max_batch, int(requests.max())))
     fits = np.minimum(largest_batch(serving, settings, task.prompt_len + task.answers.mean, engine), requests)
     decode = forms.decode_s(serving, settings, np.maximum(fits, 1), task.prompt_len + task.answers.mean / 2)
     cost = np.where(fits >= 1, decode * requests / np.maximum(fits, 1), inf)
-    found = [generation_pool(task, every[at], share) for at in np.argsort(cost)[:SIMULATED] if cost[at] < inf]
-    return sorted((each for each in found if each is not None), key=lambda each: each.seconds)
+    pools = [generation_pool(task, every[at], share) for at in np.argsort(cost)[:SIMULATED] if cost[at] < inf]
+    return sorted((pool for pool in pools if pool is not None), key=lambda pool: pool.seconds)
 
 
 def _training(task: RLTask, size: int, processes: int) -> list[TrainingPool]:
     """Return the pools of the fastest layouts on `size` accelerators, the fastest first. Raises LayoutError."""
     unit = size if task.sequences >= size else 2 ** (task.sequences.bit_length() - 1)
-    pools = [_pool(task, size, each) for each in _choices(task.training_job(size, unit), processes)]
-    return sorted(pools, key=lambda each: each.update_s + each.score_s)
+    pools = [_pool(task, size, choice) for choice in _choices(task.training_job(size, unit), processes)]
+    return sorted(pools, key=lambda pool: pool.update_s + pool.score_s)
 
 
 @lru_cache(maxsize=2 * SPLITS)
 def _choices(job: Job, processes: int) -> list[Choice]:
     """Return the fastest layouts of a job of training. Most changes of a task change nothing of it."""
-    found = search_training(job, memory_margin=MARGIN, top=TRAINED, processes=processes)
-    return [each.choice for each in found.best]
+    plan = search_training(job, memory_margin=MARGIN, top=TRAINED, processes=processes)
+    return [priced.choice for priced in plan.best]
 
 
 def _pool(task: RLTask, size: int, choice: Choice) -> TrainingPool:

@@ -90,7 +90,7 @@ class RLTask:
     @cached_property
     def update_lengths(self) -> list[int]:
         """Return the tokens of prompt and answer, for the answers of one update."""
-        return [self.prompt_len + each for each in self.answers.lengths(self.n_answers // self.n_updates)]
+        return [self.prompt_len + length for length in self.answers.lengths(self.n_answers // self.n_updates)]
 
     @cached_property
     def sequences(self) -> int:
@@ -140,14 +140,14 @@ def generation_pool(task: RLTask, layout: ServingLayout, memory_share: float) ->
         task.engine, memory_share=memory_share, max_batch=min(task.engine.max_batch, -(-users // degrees.dp))
     )
     length = task.prompt_len + task.answers.mean
-    held = memory(serving, Settings.from_layouts([degrees]), engine, length)
-    room = float(np.max(held.cache_tokens(degrees.dp)))
+    usage = memory(serving, Settings.from_layouts([degrees]), engine, length)
+    room = float(np.max(usage.cache_tokens(degrees.dp)))
     if room < task.prompt_len + task.answers.maximum:
         return None
     table = PassTable(serving, degrees, engine.max_tokens)
     scheduler = Scheduler(engine, engine.max_batch * degrees.dp, room)
     n_batches = 1 if steps == 1 else steps + ROUNDS
-    outputs = [int(each) for seed in range(n_batches) for each in np.random.default_rng(seed).permutation(lengths)]
+    outputs = [int(tokens) for seed in range(n_batches) for tokens in np.random.default_rng(seed).permutation(lengths)]
     served = run(table, scheduler, closed_loop([task.prompt_len] * len(outputs), outputs), users)
     if steps == 1:
         seconds, tail_s = served.span_s, served.span_s - float(np.percentile(served.e2e_s, 90))
@@ -155,7 +155,7 @@ def generation_pool(task: RLTask, layout: ServingLayout, memory_share: float) ->
         seconds, tail_s = float(served.after(users).e2e_s.mean()) / steps, 0.0
     factor = task.rates.generation
     return GenerationPool(
-        layout, factor * seconds, factor * tail_s, len(lengths), room / length, float(np.max(held.weights))
+        layout, factor * seconds, factor * tail_s, len(lengths), room / length, float(np.max(usage.weights))
     )
 
 

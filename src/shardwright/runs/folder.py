@@ -109,15 +109,15 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def wrong_kinds(out: Path) -> list[str]:
+def misplaced_entries(out: Path) -> list[str]:
     """Return the entries of a folder that have the name of a run's file or folder but are of another kind, or a run
     file that no run wrote."""
     folders = [out / name for name in (CHECKPOINTS, LOGS, TENSORBOARD, TIMELINES, PROFILE)]
     files = [out / name for name in (RUN_FILE, METRICS, EVENTS, REFERENCE, LOCK)]
-    found = [f"{path} is a file, and a run keeps a folder there" for path in folders if path.is_file()]
-    found += [f"{path} is a folder, and a run keeps a file there" for path in files if path.is_dir()]
+    problems = [f"{path} is a file, and a run keeps a folder there" for path in folders if path.is_file()]
+    problems += [f"{path} is a folder, and a run keeps a file there" for path in files if path.is_dir()]
     others = [path for path in files if os.path.lexists(path) and not path.is_dir()]
-    found += [
+    problems += [
         f"{path} is a device, a pipe or a link to elsewhere, and a run keeps a file there"
         for path in others
         if not path.is_file() or problem_of_place(path) is not None
@@ -125,11 +125,13 @@ def wrong_kinds(out: Path) -> list[str]:
     for folder in folders[1:]:
         links = {path: real_path(path) for path in folder.rglob("*") if path.is_symlink()}
         outside = {path: to for path, to in links.items() if not to.is_relative_to(real_path(folder))}
-        found += [f"{path} is a link to {to}, and a run writes only below {folder}" for path, to in outside.items()]
+        problems += [f"{path} is a link to {to}, and a run writes only below {folder}" for path, to in outside.items()]
     run_file = out / RUN_FILE
     if run_file.is_file() and not (out / METRICS).exists():
         with open_regular(run_file) as file:
             if file.read(len(RESOLVED)) != RESOLVED.encode():
-                found.append(f"{run_file} was not written by a run, and this run would write its own run file over it")
+                problems.append(
+                    f"{run_file} was not written by a run, and this run would write its own run file over it"
+                )
     way_out = "move it away, or name another folder with --set out=..."
-    return [f"{problem}; {way_out}" for problem in found]
+    return [f"{problem}; {way_out}" for problem in problems]

@@ -194,11 +194,11 @@ _KINDS: dict[str, type[AnyRecord]] = {
 _READERS: dict[str, TypeAdapter[AnyRecord]] = {name: TypeAdapter(kind) for name, kind in _KINDS.items()}
 
 
-def as_record(told: AnyRecord) -> Record:
+def as_record(record: AnyRecord) -> Record:
     """Return a record as the dict of its line in metrics.jsonl, `kind` first, without fields at their default."""
-    [kind] = [name for name, each in _KINDS.items() if isinstance(told, each)]
+    [kind] = [name for name, record_class in _KINDS.items() if isinstance(record, record_class)]
     return {"kind": kind} | {
-        each.name: getattr(told, each.name) for each in fields(told) if getattr(told, each.name) != each.default
+        f.name: getattr(record, f.name) for f in fields(record) if getattr(record, f.name) != f.default
     }
 
 
@@ -271,11 +271,11 @@ class SamplePlace:
     documents: tuple[int, int] | None
 
     def __str__(self) -> str:
-        told = f"{self.file}, tokens {self.token} to {self.token + self.n_tokens - 1}"
+        text = f"{self.file}, tokens {self.token} to {self.token + self.n_tokens - 1}"
         if self.documents is None:
-            return told
+            return text
         first, last = self.documents
-        return f"{told}, {f'document {first}' if first == last else f'documents {first} to {last}'}"
+        return f"{text}, {f'document {first}' if first == last else f'documents {first} to {last}'}"
 
 
 @dataclass(frozen=True)
@@ -301,10 +301,10 @@ def append_event(out: Path, event: EventRecord) -> None:
     """Append an event to the file of the run in `out`. Each line is one write, so that several processes may append at
     once. On a full disk or without the folder the event is dropped, with no partial line, so that it does not cause a
     second fault."""
-    told = asdict(event)
+    entry = asdict(event)
     if not event.samples:
-        del told["samples"]
-    line = without_secrets(json.dumps(told)).encode() + b"\n"
+        del entry["samples"]
+    line = without_secrets(json.dumps(entry)).encode() + b"\n"
     with suppress(OSError), (out / EVENTS).open("a+b", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 1))
@@ -388,9 +388,9 @@ def _visible_texts(value: Any) -> Any:
         case str():
             return visible(value)
         case dict():
-            return {visible(key): _visible_texts(each) for key, each in value.items()}
+            return {visible(key): _visible_texts(inner) for key, inner in value.items()}
         case list():
-            return [_visible_texts(each) for each in value]
+            return [_visible_texts(inner) for inner in value]
     return value
 
 
@@ -409,8 +409,8 @@ def _parsed(
         try:
             yield reader_of(line).validate_json(_with_visible_texts(line), strict=True)
         except (ValueError, TypeError, KeyError) as error:
-            told = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}"
             if isinstance(error, ValidationError):
-                wrong = error.errors()[0]
-                told = f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}"
-            raise InputError(f"{path}, line {number} is not {what} ({told}): {line[:60]!r}; {way_out}") from None
+                details = error.errors()[0]
+                reason = f"{'.'.join(map(str, details['loc']))}: {details['msg']}"
+            raise InputError(f"{path}, line {number} is not {what} ({reason}): {line[:60]!r}; {way_out}") from None

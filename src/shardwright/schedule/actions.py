@@ -162,4 +162,4 @@ def from_both_ends(n_ranks: int, virtual_stages: int) -> Ways:
 
 def stages_of_rank(routes: Ways, rank: int) -> list[int]:
     """Return the stages of a rank: first the stages of the first route in order, then of the second."""
-    return [stage for route in routes for stage, there in enumerate(route) if there == rank]
+    return [stage for route in routes for stage, owner in enumerate(route) if owner == rank]

@@ -120,7 +120,7 @@ def count_messages(schedule: Schedule) -> int:
     return sum(sent_after(schedule, rank, action) is not None for rank, action in schedule.actions())
 
 
-def parameters_held(schedule: Schedule) -> float:
+def resident_parameters(schedule: Schedule) -> float:
     """Parameters of the rank with the most, in units of 1 / n_ranks of the model: 2 in DualPipe, else 1."""
     most_stages = max(len(schedule.stages_of(rank)) for rank in range(schedule.n_ranks))
     return most_stages * schedule.n_ranks / schedule.n_stages

@@ -84,8 +84,8 @@ class ScheduleProblem(NamedTuple):
     @classmethod
     def from_times(cls, n_ranks: int, n_microbatches: int, times: Times, limit: int, kept: float) -> "ScheduleProblem":
         """Return a problem with one stage a rank. Raises ScheduleError for invalid times."""
-        of = times.of_stages(n_ranks)
-        return cls(n_ranks, n_microbatches, of["F"], of["I"], of["W"], times.comm, limit, kept)
+        durations = times.of_stages(n_ranks)
+        return cls(n_ranks, n_microbatches, durations["F"], durations["I"], durations["W"], times.comm, limit, kept)
 
     def work(self, rank: int) -> float:
         """Return the busy time of a rank in a step: m(F+I+W)."""

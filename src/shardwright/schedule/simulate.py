@@ -145,8 +145,8 @@ class Simulation:
     @cached_property
     def work(self) -> tuple[float, ...]:
         """For every rank the sum of the durations of its actions."""
-        of = self.times.of_stages(self.schedule.n_stages)
-        return tuple(sum(of[op][stage] for stage, op, _ in actions) for actions in self.schedule.ranks)
+        durations = self.times.of_stages(self.schedule.n_stages)
+        return tuple(sum(durations[op][stage] for stage, op, _ in actions) for actions in self.schedule.ranks)
 
     @property
     def bubble_rates(self) -> tuple[float, ...]:
@@ -163,26 +163,26 @@ class Simulation:
         return sum(rates) / len(rates) if rates else 0.0
 
     @cached_property
-    def held(self) -> tuple[list[MicrobatchCounts], ...]:
+    def resident(self) -> tuple[list[MicrobatchCounts], ...]:
         """For every rank its micro-batches in flight and waiting over time."""
         return tuple(map(count_microbatches, self.spans))
 
     @property
     def peak_in_flight(self) -> tuple[int, ...]:
         """For every rank the maximum number of micro-batches in flight at once, each counted for one stage."""
-        return tuple(max((point.in_flight for point in curve), default=0) for curve in self.held)
+        return tuple(max((point.in_flight for point in curve), default=0) for curve in self.resident)
 
     @property
     def peak_waiting(self) -> tuple[int, ...]:
         """For every rank the maximum number of micro-batches that wait for W at once, each counted for one stage."""
-        return tuple(max((point.waiting for point in curve), default=0) for curve in self.held)
+        return tuple(max((point.waiting for point in curve), default=0) for curve in self.resident)
 
     def peak_memory(self, kept_for_weight: float) -> tuple[float, ...]:
         """Return every rank's peak activation memory, in units of one micro-batch in flight in one stage.
 
         `kept_for_weight`: the fraction, 0 to 1, that a micro-batch that waits for its W counts.
         """
-        return tuple(max((point.memory(kept_for_weight) for point in curve), default=0.0) for curve in self.held)
+        return tuple(max((point.memory(kept_for_weight) for point in curve), default=0.0) for curve in self.resident)
 
     @property
     def peak_in_flight_shares(self) -> tuple[float, ...]:

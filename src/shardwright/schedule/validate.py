@@ -171,14 +171,14 @@ def play(
         for position in range(len(my_ends), len(actions)):
             need = my_needs[position]
             if need >= 0:
-                there = ended[need]
-                if there < 0.0:
+                ready = ended[need]
+                if ready < 0.0:
                     waiting.setdefault(need, []).append(rank)
                     break
                 if maker[need] != rank:
-                    there += comm
-                if there > clock:
-                    clock = there
+                    ready += comm
+                if ready > clock:
+                    clock = ready
             my_starts.append(clock)
             stage, op, _ = actions[position]
             clock += durations[op][stage]

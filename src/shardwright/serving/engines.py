@@ -99,15 +99,17 @@ USUAL = ENGINES[4]
 def engine_of(text: str) -> ServingEngine | None:
     """Return the engine that a text names first, and its generation if a version follows the name; the newest
     generation without a version. Returns None if the text names none."""
-    found = [
-        (match.start(), each) for each in ENGINES if (match := re.search(each.words, text, re.IGNORECASE)) is not None
+    matches = [
+        (match.start(), engine)
+        for engine in ENGINES
+        if (match := re.search(engine.words, text, re.IGNORECASE)) is not None
     ]
-    if not found:
+    if not matches:
         return None
-    _, first = min(found, key=lambda pair: pair[0])
+    _, first = min(matches, key=lambda pair: pair[0])
     version = re.search(rf"(?:{first.words})\W*v?(\d+)\.(\d+)", text, re.IGNORECASE)
-    of_it = [each for each in ENGINES if each.words == first.words]
+    of_it = [engine for engine in ENGINES if engine.words == first.words]
     if version is None:
         return of_it[-1]
     number = (int(version[1]), int(version[2]))
-    return max((each for each in of_it if each.since <= number), key=lambda each: each.since)
+    return max((engine for engine in of_it if engine.since <= number), key=lambda engine: engine.since)

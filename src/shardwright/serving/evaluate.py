@@ -79,8 +79,8 @@ class ServingEvaluation:
             | as_json(row.case)
             for row in self.rows
         ]
-        skipped = [_row_json(each.line, float(each.line.value)) | {"skipped": each.reason} for each in self.skipped]
-        return {"file": str(self.path), "rows": rows + skipped, "sources": [vars(each) for each in self.summaries]}
+        skipped = [_row_json(row.line, float(row.line.value)) | {"skipped": row.reason} for row in self.skipped]
+        return {"file": str(self.path), "rows": rows + skipped, "sources": [vars(kind) for kind in self.summaries]}
 
 
 def _row_json(line: ServingTableRow, measured: float) -> dict[str, Any]:
@@ -96,15 +96,15 @@ def evaluate(path: Path) -> ServingEvaluation:
     """
     best, without = fitted()
     rows, skipped = [], []
-    for each in read(path):
-        if isinstance(each, SkippedServingRow):
-            skipped.append(each)
+    for case in read(path):
+        if isinstance(case, SkippedServingRow):
+            skipped.append(case)
             continue
-        others = without.get(each.line.source_id)
+        others = without.get(case.line.source_id)
         try:
-            rows.append(ServingPrediction(each, predict(each, best), None if others is None else predict(each, others)))
+            rows.append(ServingPrediction(case, predict(case, best), None if others is None else predict(case, others)))
         except InputError as error:
-            skipped.append(SkippedServingRow(each.line, error.problems[0]))
+            skipped.append(SkippedServingRow(case.line, error.problems[0]))
     return ServingEvaluation(path, tuple(rows), tuple(skipped))
 
 
@@ -117,8 +117,8 @@ def predict(case: ServingCase, constants: FittedRates) -> float:
     if case.regime == FULL:
         requests = full_batch(case, serving, settings)
         lengths_and_most = case.input_len, case.output_len, case.engine.max_tokens
-        found = forms.full_load_tokens_per_s(serving, settings, requests, *lengths_and_most)
-        return float(found[0]) * _counted(case)
+        tokens_per_s = forms.full_load_tokens_per_s(serving, settings, requests, *lengths_and_most)
+        return float(tokens_per_s[0]) * _counted(case)
     return float(static(case, serving, settings)[0])
 
 
@@ -201,9 +201,9 @@ class _CachedCase:
 
 
 @lru_cache(maxsize=4096)
-def _looped(constants: _Constants, key: tuple[Any, ...], held: _CachedCase) -> ServedTimes:
-    case = held.case
-    table, cache_tokens = _table(constants, _table_key(case), held)
+def _looped(constants: _Constants, key: tuple[Any, ...], cached: _CachedCase) -> ServedTimes:
+    case = cached.case
+    table, cache_tokens = _table(constants, _table_key(case), cached)
     limits = Scheduler(case.engine, case.engine.max_batch * case.degrees.dp, cache_tokens)
     concurrency = max(case.requests, 1)
     if case.shortest >= 1:
@@ -214,8 +214,8 @@ def _looped(constants: _Constants, key: tuple[Any, ...], held: _CachedCase) -> S
 
 
 @lru_cache(maxsize=512)
-def _table(constants: _Constants, key: tuple[Any, ...], held: _CachedCase) -> tuple[PassTable, float]:
-    case = held.case
+def _table(constants: _Constants, key: tuple[Any, ...], cached: _CachedCase) -> tuple[PassTable, float]:
+    case = cached.case
     serving = serving_of(case, constants.fitted.rates(case.engine.name, case.cluster.accelerator.die))
     held_bytes = memory(serving, Settings.from_layouts([case.degrees]), case.engine, case.input_len + case.output_len)
     tokens = float(np.max(held_bytes.cache_tokens(case.degrees.dp)))
@@ -229,20 +229,20 @@ def _summary(source: str, regime: str, metric: str, rows: Sequence[ServingPredic
     return summary(ServingErrorSummary, compared, source=source, regime=regime, metric=metric)
 
 
-def report_lines(found: ServingEvaluation, every_row: bool = False) -> Iterator[str]:
+def report_lines(evaluation: ServingEvaluation, every_row: bool = False) -> Iterator[str]:
     """Yield the evaluation as text: a line for each row if `every_row`, skipped rows, assumptions, a table by
     source."""
     if every_row:
         yield f"{'row':<10} {'model':<24} {'metric':<22} {'measured':>10} {'predicted':>10} {'error':>7}"
-        for row in found.rows:
+        for row in evaluation.rows:
             line = row.case.line
             yield (
                 f"{line.id[:10]:<10} {line.model[:24]:<24} {line.metric:<22} {row.case.measured:>10.4g} "
                 f"{row.predicted:>10.4g} {row.error:>+7.1%}"
             )
-    yield from grouped("skipped", ((each.reason, each.line.id) for each in found.skipped))
-    yield from grouped("assumed", ((text, row.case.line.id) for row in found.rows for text in row.case.assumed))
+    yield from grouped("skipped", ((skipped.reason, skipped.line.id) for skipped in evaluation.skipped))
+    yield from grouped("assumed", ((text, row.case.line.id) for row in evaluation.rows for text in row.case.assumed))
     yield from summary_lines(
-        "source, regime, metric", found.summaries, lambda each: f"{each.source}, {each.regime}, {each.metric}"
+        "source, regime, metric", evaluation.summaries, lambda row: f"{row.source}, {row.regime}, {row.metric}"
     )
-    yield from legend("source", found.summaries)
+    yield from legend("source", evaluation.summaries)

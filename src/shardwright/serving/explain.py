@@ -15,8 +15,8 @@ def explain(task: ServingTask, degrees: Degrees, batch: int) -> list[LedgerEntry
     with ledger.record() as memory_entries:
         largest_batch(serving, settings, task.length, task.engine)
     with ledger.record() as decode_entries:
-        each = forms.decode_s(serving, settings, float(batch), context)
-        ledger.note("a token of each request", "", each, "s", "", "a pass that decodes")
+        token_s = forms.decode_s(serving, settings, float(batch), context)
+        ledger.note("a token of each request", "", token_s, "s", "", "a pass that decodes")
     with ledger.record() as prompt_entries:
         longer = forms.prompt_in_passing_s(serving, settings, float(batch), context, task.input_len)
         ledger.note("longer for a prompt", "", longer, "s", "", "a pass that reads a prompt too")
@@ -32,8 +32,8 @@ def _under(prefix: str, entries: list[LedgerEntry]) -> list[LedgerEntry]:
     sections = list(dict.fromkeys(entry.section for entry in entries))
     ordered = sorted(entries, key=lambda entry: sections.index(entry.section))
     return [
-        LedgerEntry(f"{prefix}{each.section or 'memory of a rank'}", *(getattr(each, name) for name in _REST))
-        for each in ordered
+        LedgerEntry(f"{prefix}{entry.section or 'memory of a rank'}", *(getattr(entry, name) for name in _REST))
+        for entry in ordered
     ]
 
 

@@ -53,7 +53,7 @@ def computed_in(name: str, chip: Accelerator) -> str | None:
     measured processor nothing is cast."""
     if chip.on_host:
         return name if name in chip.flops_per_s else None
-    return next((each for each in FORMATS[name].computes if each in chip.flops_per_s), None)
+    return next((form for form in FORMATS[name].computes if form in chip.flops_per_s), None)
 
 
 def weights_on(chip: Accelerator) -> list[str]:
@@ -108,13 +108,13 @@ def format_of_config(config: Mapping[str, Any]) -> str | None:
         weights = first.get("weights") if isinstance(first, dict) else None
         if not isinstance(weights, dict):
             return None
-        found = _OF_BITS.get(f"{weights.get('type')}{weights.get('num_bits')}")
-        return "mxfp4" if found == "nvfp4" and weights.get("group_size") == _MX_BLOCK else found
-    found = _METHODS.get(method)
-    return _OF_BITS.get(f"int{quantised.get('bits', 4)}") if found == "int4" else found
+        form = _OF_BITS.get(f"{weights.get('type')}{weights.get('num_bits')}")
+        return "mxfp4" if form == "nvfp4" and weights.get("group_size") == _MX_BLOCK else form
+    form = _METHODS.get(method)
+    return _OF_BITS.get(f"int{quantised.get('bits', 4)}") if form == "int4" else form
 
 
 def format_of_name(name: str) -> str | None:
     """Return the format that the name of a published checkpoint ends with, as in Qwen3-235B-A22B-FP8, or None."""
-    found = re.search(rf"[-_ ]({_NAMES})$", name.lower())
-    return None if found is None else {"awq": "int4", "gptq": "int4"}.get(found[1], found[1])
+    match = re.search(rf"[-_ ]({_NAMES})$", name.lower())
+    return None if match is None else {"awq": "int4", "gptq": "int4"}.get(match[1], match[1])

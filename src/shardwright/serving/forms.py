@@ -35,8 +35,8 @@ def generation_s(
 ) -> Floats:
     """Return the seconds of a static batch: all its requests start together and end together."""
     first = prefill_s(serving, settings, requests, input_len)
-    each = decode_s(serving, settings, requests, middle(input_len, output_len))
-    f = Formulas("s", prefill=first, output_len=np.asarray(output_len), each_token=each)
+    token_s = decode_s(serving, settings, requests, middle(input_len, output_len))
+    f = Formulas("s", prefill=first, output_len=np.asarray(output_len), each_token=token_s)
     return f("whole generation", f.prefill + (f.output_len - 1) * f.each_token)
 
 
@@ -64,9 +64,9 @@ def full_load_tokens_per_s(
     context = middle(input_len, output_len)
     prompts = np.maximum(1.0, np.minimum(np.asarray(max_tokens) / np.asarray(input_len), requests))
     prompt = prompt_in_passing_s(serving, settings, requests, context, input_len, prompts)
-    each = decode_s(serving, settings, requests, context)
+    decode = decode_s(serving, settings, requests, context)
     f = Formulas(
-        "1/s", requests=np.asarray(requests), output_len=np.asarray(output_len), decode=each, prompt_in_passing=prompt
+        "1/s", requests=np.asarray(requests), output_len=np.asarray(output_len), decode=decode, prompt_in_passing=prompt
     )  # fmt: skip
     seconds = f.output_len * f.decode + f.requests * f.prompt_in_passing
     return f("output tokens a second", f.requests * f.output_len / seconds)

@@ -93,20 +93,20 @@ def pass_s(serving: "Serving", settings: "Settings", batch: "PassBatch") -> Floa
         request_s=passes.request_us * 1e-6, requests=np.asarray(batch.requests) + batch.prompts,
         core_share=serving.cluster.accelerator.core_share,
     )  # fmt: skip
-    found = f("scheduling and sampling", (f.pass_s + f.request_s * f.requests) / f.core_share, SOURCE)
+    host_s = f("scheduling and sampling", (f.pass_s + f.request_s * f.requests) / f.core_share, SOURCE)
     if np.max(settings.tp) == 1:
-        return found
+        return host_s
     model, e = serving.model, serving.wide_bytes
     rows = collectives.all_reduce(serving.cluster, tokens * model.d_model * e, settings.tp, 1, "rows of the embedding")
     logits = np.asarray(batch.logits) * model.vocab_size * e
-    return found + rows + collectives.all_gather(serving.cluster, logits, settings.tp, 1, "logits of all ranks")
+    return host_s + rows + collectives.all_gather(serving.cluster, logits, settings.tp, 1, "logits of all ranks")
 
 
 def prompt_s(serving: "Serving") -> float:
     """Return the seconds that another prompt adds to a pass over prompts, without the time of its tokens."""
     _, passes = measured_of(serving)
-    each = serving.model.n_layers * passes.prompt_us + passes.request_us
-    return each * 1e-6 / serving.cluster.accelerator.core_share
+    prompt_us = serving.model.n_layers * passes.prompt_us + passes.request_us
+    return prompt_us * 1e-6 / serving.cluster.accelerator.core_share
 
 
 def elementwise_s(serving: "Serving", settings: "Settings", block: BlockShape, tokens: Floats) -> Floats:

@@ -34,10 +34,10 @@ def interval(value: float, kind: str) -> tuple[float, float]:
     return value / width, value * width
 
 
-def half_widths(found: Iterable[tuple[str, str, float, float]]) -> dict[str, float]:
+def half_widths(rows: Iterable[tuple[str, str, float, float]]) -> dict[str, float]:
     """Return the half width of each kind from (source, metric, predicted, measured), predicted without the source."""
     errors: dict[str, dict[tuple[str, str], list[float]]] = defaultdict(lambda: defaultdict(list))
-    for source, metric, predicted, measured in found:
+    for source, metric, predicted, measured in rows:
         errors[KINDS[metric]][source, metric].append(abs(float(np.log(predicted / measured))))
     return {kind: _quantile(list(by_source.values())) for kind, by_source in errors.items()}
 

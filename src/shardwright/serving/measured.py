@@ -32,7 +32,7 @@ METRICS = ("output_tokens_per_s", "total_tokens_per_s", "ttft_s", "tpot_s", "e2e
 """Metrics that a row may measure. Tokens per second are summed over all its accelerators."""
 STATIC, LOOP, FULL = "static batch", "closed loop", "maximum load"
 _LONGEST = 60
-_KNOWN = ", ".join(dict.fromkeys(each.name.partition("-")[0] for each in ENGINES))
+_KNOWN = ", ".join(dict.fromkeys(engine.name.partition("-")[0] for engine in ENGINES))
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class SkippedServingRow:
     reason: str
 
 
-COLUMNS = tuple(each.name for each in fields(ServingTableRow))
+COLUMNS = tuple(field.name for field in fields(ServingTableRow))
 
 
 def read(path: Path) -> list[ServingCase | SkippedServingRow]:
@@ -101,12 +101,12 @@ def read(path: Path) -> list[ServingCase | SkippedServingRow]:
     Raises InputError with every problem of the columns, and for rows of another width or with equal ids.
     """
     try:
-        found = [cells for _, cells in read_csv(path)]
+        rows = [cells for _, cells in read_csv(path)]
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read: {reason(error)}") from None
-    if not found or not any(found[0]):
+    if not rows or not any(rows[0]):
         raise InputError(f"{path}: the file is empty; its first line names the columns")
-    head, body = found[0], [row for row in found[1:] if row]
+    head, body = rows[0], [row for row in rows[1:] if row]
     problems = [
         f"{path}: column {name!r} is not known; {nearest(name, COLUMNS)}" for name in head if name not in COLUMNS
     ]
@@ -203,10 +203,10 @@ def _engine(line: ServingTableRow) -> ServingEngine | None:
     """Return the engine that a row names, None if it names none. `ENGINE: X` in the notes overrides all other words."""
     explicit = re.search(r"ENGINE: (\w+)", line.notes)
     if explicit:
-        found = engine_of(explicit[1])
-        if found is None:
+        engine = engine_of(explicit[1])
+        if engine is None:
             raise InputError(f"the engine {explicit[1]} has no constants; {_KNOWN} have")
-        return found
+        return engine
     return engine_of(line.notes.partition(";")[0]) or engine_of(f"{line.source_id} {line.notes} {line.source}")
 
 
@@ -243,9 +243,9 @@ def _kv_precision(line: ServingTableRow, engine: ServingEngine, precision: str, 
     if line.precision_kv:
         return line.precision_kv
     by_blocks = ("block" in line.notes or "deepseek" in line.model.lower()) and CLIENT not in line.notes
-    found = "fp8" if precision == "fp8" and engine.kv_fp8 and not by_blocks else "bf16"
-    assumed.append(f"cache in {found}")
-    return found
+    kv_precision = "fp8" if precision == "fp8" and engine.kv_fp8 and not by_blocks else "bf16"
+    assumed.append(f"cache in {kv_precision}")
+    return kv_precision
 
 
 def _regime(line: ServingTableRow, engine: ServingEngine) -> str:
@@ -257,9 +257,9 @@ def _regime(line: ServingTableRow, engine: ServingEngine) -> str:
     return STATIC if not engine.mixed else LOOP
 
 
-def cases(found: Iterable[ServingCase | SkippedServingRow]) -> list[ServingCase]:
+def cases(rows: Iterable[ServingCase | SkippedServingRow]) -> list[ServingCase]:
     """Return the rows that can be priced."""
-    return [each for each in found if isinstance(each, ServingCase)]
+    return [row for row in rows if isinstance(row, ServingCase)]
 
 
 def as_json(case: ServingCase) -> dict[str, Any]:
@@ -291,12 +291,12 @@ def server(
             prompt_and_others = -(-(requests + lengths[0] + 64) // 64) * 64
             engine = replace(engine, max_tokens=degrees.dp * prompt_and_others, cache_share=0.75)
             if degrees.dp > 1:
-                return replace(engine, hold_passes=60, hold_prompts=one_each(degrees.dp))
+                return replace(engine, hold_passes=60, hold_prompts=prompts_to_fill(degrees.dp))
         case "h200", "deepseek-v3", "sglang":
             return replace(engine, max_tokens=32768, memory_share=0.82)
     return engine
 
 
-def one_each(ranks: int) -> float:
+def prompts_to_fill(ranks: int) -> float:
     """Return the expected number of prompts until each rank has one, if each goes to a random rank."""
     return ranks * sum(1 / k for k in range(1, ranks + 1))

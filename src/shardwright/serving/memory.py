@@ -54,10 +54,10 @@ class ServingMemory:
         requests = f.floor_cache / (f.token_bytes * (f.length + f.half_block)) * f.dp
         return f("largest batch", requests, "arXiv 2309.06180") // 1
 
-    def of_layout(self, at: int) -> tuple[float, float, float, float]:
+    def layout_bytes(self, at: int) -> tuple[float, float, float, float]:
         """Return the four numbers of layout number `at`."""
-        each = self.weights, self.working, self.token, self.cache
-        weights, working, token, cache = (float(np.ravel(a)[at if np.size(a) > 1 else 0]) for a in each)
+        parts = self.weights, self.working, self.token, self.cache
+        weights, working, token, cache = (float(np.ravel(a)[at if np.size(a) > 1 else 0]) for a in parts)
         return weights, working, token, cache
 
 

@@ -113,12 +113,12 @@ def named(name: str) -> tuple[str, ModelSpec]:
     Raises InputError with the nearest name if there is none.
     """
     known = PRESETS | SERVED
-    by_letters = {_letters(each): each for each in known} | _OTHER_NAMES
+    by_letters = {_letters(model_name): model_name for model_name in known} | _OTHER_NAMES
     letters = _letters(name.rpartition("/")[2])
     if letters not in by_letters:
         raise InputError(f"model {name!r} is not known; {nearest(name.lower(), known)}")
-    found = by_letters[letters]
-    return found, known[found]
+    matched = by_letters[letters]
+    return matched, known[matched]
 
 
 def _letters(name: str) -> str:

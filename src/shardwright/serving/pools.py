@@ -63,7 +63,7 @@ def run(
 class _PrefillInstance:
     """A prefill instance. `held`: cached tokens of prompts that are read or wait to cross. `sending`: transfers."""
 
-    held: float = 0.0
+    reserved: float = 0.0
     busy: bool = False
     sending: int = 0
 
@@ -78,7 +78,7 @@ class _DecodeInstance:
     passes: int = 0
     cached: float = 0.0
     taken: int = 0
-    held: float = 0.0
+    reserved: float = 0.0
     receiving: int = 0
     version: int = 0
     ends: list[tuple[int, int]] = field(default_factory=list)
@@ -115,7 +115,7 @@ class _PoolSimulation:
         self.transfers: list[_CacheTransfer] = []
         self.crossing_since, self.crossing_version = 0.0, 0
         n = len(requests)
-        self.arrived = [each.arrival_s for each in requests]
+        self.arrived = [request.arrival_s for request in requests]
         self.began, self.first, self.last, self.left_s = ([0.0] * n for _ in range(4))
         self.later = deque(range(n))
         for _ in range(min(concurrency or n, n)):
@@ -127,7 +127,7 @@ class _PoolSimulation:
             self.now, _, action = heapq.heappop(self.events)
             action()
         first, last, arrived = map(np.array, (self.first, self.last, self.arrived))
-        out = np.array([each.output_len for each in self.requests])
+        out = np.array([request.output_len for request in self.requests])
         tpot = np.where(out > 1, (last - first) / np.maximum(out - 1, 1), np.nan)
         span = float(last.max() - arrived.min())
         served = ServedTimes(first - arrived, tpot, last - arrived, span, int(out.sum()))
@@ -163,12 +163,12 @@ class _PoolSimulation:
         taken: list[int] = []
         while self.waiting and len(taken) < limit.max_batch:
             size = self.requests[self.waiting[0]].input_len
-            full = reader.held + size > limit.cache_tokens and reader.held > 0
+            full = reader.reserved + size > limit.cache_tokens and reader.reserved > 0
             if full or (taken and tokens + size > limit.engine.max_tokens):
                 break
             taken.append(self.waiting.popleft())
             tokens += size
-            reader.held += size
+            reader.reserved += size
         return taken
 
     def _prefill_s(self, prompts: Sequence[int]) -> float:
@@ -184,7 +184,7 @@ class _PoolSimulation:
         reader.busy = False
         for at in taken:
             if self.requests[at].output_len == 1:
-                reader.held -= self.requests[at].input_len
+                reader.reserved -= self.requests[at].input_len
                 self.first[at] = self.now
                 self._end(at, self.now)
             else:
@@ -196,13 +196,13 @@ class _PoolSimulation:
         """Give places for decoding to requests whose prompts were read, in their order, and start their transfers."""
         while self.ready:
             at, reader = self.ready[0]
-            writer = min(self.writers, key=lambda each: each.taken)
-            full = writer.held + self._reserved(at) > self.writing.scheduler.cache_tokens and writer.taken > 0
+            writer = min(self.writers, key=lambda candidate: candidate.taken)
+            full = writer.reserved + self._reserved(at) > self.writing.scheduler.cache_tokens and writer.taken > 0
             if writer.taken >= self.writing.scheduler.max_batch or full:
                 return
             self.ready.popleft()
             writer.taken += 1
-            writer.held += self._reserved(at)
+            writer.reserved += self._reserved(at)
             self.left_s[at] = self.now
             self._at(self.now + self.latency_s, partial(self._cross, _CacheTransfer(at, reader, writer)))
 
@@ -225,9 +225,9 @@ class _PoolSimulation:
 
     def _advance_transfers(self) -> None:
         passed = self.now - self.crossing_since
-        for each in self.transfers:
+        for transfer in self.transfers:
             if passed > 0:
-                each.left -= passed * self._rate(each)
+                transfer.left -= passed * self._rate(transfer)
         self.crossing_since = self.now
 
     def _foresee_transfer(self) -> None:
@@ -246,7 +246,7 @@ class _PoolSimulation:
         at, reader, writer = transfer.request, transfer.reader, transfer.writer
         reader.sending -= 1
         writer.receiving -= 1
-        reader.held -= self.requests[at].input_len
+        reader.reserved -= self.requests[at].input_len
         self.first[at] = self.now
         self._foresee_transfer()
         self._join(at, writer)
@@ -255,8 +255,8 @@ class _PoolSimulation:
     def _join(self, at: int, writer: _DecodeInstance) -> None:
         """Let a request decode from the end of the pass under way."""
         if writer.ends:
-            each, grows = self._pass_s(writer)
-            self._pass(writer, min(_passes(self.now - writer.now, each, grows), writer.ends[0][0] - writer.passes))
+            pass_s, grows = self._pass_s(writer)
+            self._pass(writer, min(_passes(self.now - writer.now, pass_s, grows), writer.ends[0][0] - writer.passes))
         else:
             writer.now = max(writer.now, self.now)
         needed = ceil((self.requests[at].output_len - 1) / self.writing.scheduler.accepted)
@@ -271,8 +271,8 @@ class _PoolSimulation:
 
     def _pass(self, writer: _DecodeInstance, count: int) -> None:
         """Run `count` passes, and end the requests that get their last token in them."""
-        each, grows = self._pass_s(writer)
-        writer.now += count * each + grows * count * (count - 1) / 2
+        pass_s, grows = self._pass_s(writer)
+        writer.now += count * pass_s + grows * count * (count - 1) / 2
         writer.passes += count
         writer.cached += len(writer.ends) * count * self.writing.scheduler.accepted
         while writer.ends and writer.ends[0][0] <= writer.passes:
@@ -285,9 +285,11 @@ class _PoolSimulation:
         writer.version += 1
         version = writer.version
         if writer.ends:
-            each, grows = self._pass_s(writer)
+            pass_s, grows = self._pass_s(writer)
             count = writer.ends[0][0] - writer.passes
-            self._at(writer.now + count * each + grows * count * (count - 1) / 2, partial(self._ends, writer, version))
+            self._at(
+                writer.now + count * pass_s + grows * count * (count - 1) / 2, partial(self._ends, writer, version)
+            )
 
     def _ends(self, writer: _DecodeInstance, version: int) -> None:
         if version == writer.version:
@@ -296,7 +298,7 @@ class _PoolSimulation:
 
     def _leave(self, at: int, writer: _DecodeInstance) -> None:
         writer.taken -= 1
-        writer.held -= self._reserved(at)
+        writer.reserved -= self._reserved(at)
         self._end(at, self.now)
         self._pull()
 
@@ -306,11 +308,11 @@ class _PoolSimulation:
             self._send(self.later.popleft(), now)
 
 
-def _passes(seconds: float, each: float, grows: float) -> int:
+def _passes(seconds: float, pass_s: float, grows: float) -> int:
     """Return the least k with k each + grows k (k - 1) / 2 >= seconds: the passes that take at least `seconds`."""
     if seconds <= 0:
         return 0
-    if grows * seconds < 1e-9 * each * each:
-        return ceil(seconds / each - 1e-9)
-    half = each - grows / 2
+    if grows * seconds < 1e-9 * pass_s * pass_s:
+        return ceil(seconds / pass_s - 1e-9)
+    half = pass_s - grows / 2
     return ceil((sqrt(half * half + 2 * grows * seconds) - half) / grows - 1e-9)

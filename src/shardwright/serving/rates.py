@@ -66,7 +66,7 @@ class FittedRates:
         return Rates(**values)
 
 
-RATES = tuple(each.name for each in fields(Rates))
+RATES = tuple(rate.name for rate in fields(Rates))
 
 
 @cache

@@ -75,14 +75,14 @@ def _expert_degrees(model: ModelSpec, tp: int, dp: int) -> set[int]:
 
 def batches(most: int) -> list[int]:
     """Return the numbers of requests of an instance that are tried: every small number, then steps of 1/8."""
-    found = [each for each in DENSEST_BATCHES if each <= most]
+    sizes = [size for size in DENSEST_BATCHES if size <= most]
     step = 32.0
     while step <= most:
-        found.append(int(step))
+        sizes.append(int(step))
         step *= 2**0.25
-    if most >= 1 and most not in found:
-        found.append(most)
-    return found
+    if most >= 1 and most not in sizes:
+        sizes.append(most)
+    return sizes
 
 
 PERCENTILE = 95
@@ -236,24 +236,24 @@ class ServingPlan:
 def search(task: ServingTask, top: int = 10) -> ServingPlan:
     """Price every layout and batch, simulate the most promising, and keep those within the limits."""
     every = list(layouts(task.serving.model, task.serving.cluster))
-    settings = Settings.from_layouts([each.degrees for each in every])
-    held = memory(task.serving, settings, task.engine, task.length)
-    largest = held.batch(task.length, settings.dp)
+    settings = Settings.from_layouts([layout.degrees for layout in every])
+    usage = memory(task.serving, settings, task.engine, task.length)
+    largest = usage.batch(task.length, settings.dp)
     options = price(task, every, largest)
-    best, missed = _simulated(task, options, held, every, top)
-    return ServingPlan(task, every, held, largest, options, pareto(options), best, missed, len(options))
+    best, missed = _simulated(task, options, usage, every, top)
+    return ServingPlan(task, every, usage, largest, options, pareto(options), best, missed, len(options))
 
 
 def price(task: ServingTask, every: Sequence[ServingLayout], largest: Floats) -> list[ServingOption]:
     """Price every layout with every batch that fits, as arrays."""
-    pairs = [(at, batch) for at, each in enumerate(every) for batch in _batches(task, each, int(largest[at]))]
+    pairs = [(at, batch) for at, layout in enumerate(every) for batch in _batches(task, layout, int(largest[at]))]
     if not pairs:
         return []
     at = np.array([pair[0] for pair in pairs])
     requests = np.array([pair[1] for pair in pairs], dtype=np.float64)
-    settings = Settings.from_layouts([every[each].degrees for each in at])
+    settings = Settings.from_layouts([every[index].degrees for index in at])
     tpot, ttft = closed(task, settings, requests)
-    replicas = np.array([every[each].replicas for each in at])
+    replicas = np.array([every[index].replicas for index in at])
     each_s = ttft + (task.output_len - 1) * tpot
     rate = requests * task.output_len / each_s * replicas
     return [
@@ -265,8 +265,8 @@ def price(task: ServingTask, every: Sequence[ServingLayout], largest: Floats) ->
 def _batches(task: ServingTask, layout: ServingLayout, most: int) -> list[int]:
     limit = min(most, task.engine.max_batch * layout.degrees.dp)
     if task.concurrency is not None:
-        each = ceil(task.concurrency / layout.replicas)
-        return [min(each, limit)] if limit >= 1 else []
+        per_replica = ceil(task.concurrency / layout.replicas)
+        return [min(per_replica, limit)] if limit >= 1 else []
     return batches(limit)
 
 
@@ -287,60 +287,60 @@ def closed(task: ServingTask, settings: Settings, requests: Floats) -> tuple[Flo
     """
     serving = task.serving
     context = forms.middle(task.input_len, task.output_len)
-    each = decoding_pass_s(task, settings, requests)
+    pass_s = decoding_pass_s(task, settings, requests)
     prompts = np.ones_like(requests)
     most = np.maximum(1.0, np.minimum(task.engine.max_tokens / task.input_len, requests))
     for _ in range(ITERATIONS):
         prompt = forms.prompt_in_passing_s(serving, settings, requests, context, task.input_len, prompts)
-        tpot = each / task.speculation.accepted + (requests - 1) / task.output_len * prompt
-        prompts = np.clip(requests / task.output_len * (each + prompts * prompt) / tpot, 1.0, most)
-    return tpot, each / 2 + prompts * prompt + each + serving.rates.arrive_s
+        tpot = pass_s / task.speculation.accepted + (requests - 1) / task.output_len * prompt
+        prompts = np.clip(requests / task.output_len * (pass_s + prompts * prompt) / tpot, 1.0, most)
+    return tpot, pass_s / 2 + prompts * prompt + pass_s + serving.rates.arrive_s
 
 
 def pareto(options: Sequence[ServingOption]) -> list[ServingOption]:
     """Return the options that no other beats both in tokens/s of an accelerator and of a user, fastest for a user
     first."""
-    found: list[ServingOption] = []
-    for each in sorted(options, key=lambda option: (option.tpot_s, -option.per_accelerator)):
-        if not found or each.per_accelerator > found[-1].per_accelerator:
-            found.append(each)
-    return found
+    frontier: list[ServingOption] = []
+    for candidate in sorted(options, key=lambda option: (option.tpot_s, -option.per_accelerator)):
+        if not frontier or candidate.per_accelerator > frontier[-1].per_accelerator:
+            frontier.append(candidate)
+    return frontier
 
 
 def _simulated(
-    task: ServingTask, options: Sequence[ServingOption], held: ServingMemory, every: Sequence[ServingLayout], top: int
+    task: ServingTask, options: Sequence[ServingOption], usage: ServingMemory, every: Sequence[ServingLayout], top: int
 ) -> tuple[list[SimulatedOption], list[SimulatedOption]]:
     """Simulate the most promising options. Return the options that keep the limits, and the options that do not."""
     good: list[SimulatedOption] = []
     bad: list[SimulatedOption] = []
     tables: dict[Degrees, PassTable] = {}
-    cache_tokens = dict(zip(every, held.cache_tokens([each.degrees.dp for each in every]).tolist(), strict=True))
+    cache_tokens = dict(zip(every, usage.cache_tokens([layout.degrees.dp for layout in every]).tolist(), strict=True))
     for option in _promising(task, options)[: max(SIMULATED, top)]:
         table = tables.setdefault(option.layout.degrees, pass_table(task, option.layout.degrees))
-        found = simulate(task, option, table, cache_tokens[option.layout])
-        (good if found.keeps(task) else bad).append(found)
-    good.sort(key=lambda each: each.tpot_s() if task.rate_per_s else -each.per_accelerator)
-    first = {each.layout: each for each in reversed(good)}
-    return [each for each in good if first[each.layout] is each][:top], bad
+        result = simulate(task, option, table, cache_tokens[option.layout])
+        (good if result.keeps(task) else bad).append(result)
+    good.sort(key=lambda result: result.tpot_s() if task.rate_per_s else -result.per_accelerator)
+    first = {result.layout: result for result in reversed(good)}
+    return [result for result in good if first[result.layout] is result][:top], bad
 
 
 def _promising(task: ServingTask, options: Sequence[ServingOption]) -> list[ServingOption]:
     """Return the options worth a simulation: for each layout the options with the most tokens/s that keep the limits by
     closed forms, with a smaller batch in reserve; the best of all layouts first. If there is none, the nearest."""
     by_layout: dict[ServingLayout, list[ServingOption]] = {}
-    for each in options:
-        if keeps(task, each):
-            by_layout.setdefault(each.layout, []).append(each)
+    for option in options:
+        if keeps(task, option):
+            by_layout.setdefault(option.layout, []).append(option)
     if not by_layout:
-        nearest = sorted(options, key=lambda each: excess(task, each))
+        nearest = sorted(options, key=lambda option: excess(task, option))
         return nearest[:SIMULATED]
     chosen = [
-        (rank, each)
+        (rank, candidate)
         for those in by_layout.values()
-        for rank, each in enumerate(sorted(those, key=lambda option: _order(task, option))[:3])
+        for rank, candidate in enumerate(sorted(those, key=lambda option: _order(task, option))[:3])
     ]
     chosen.sort(key=lambda pair: (_order(task, pair[1]), pair[0]))
-    return [each for _, each in chosen]
+    return [candidate for _, candidate in chosen]
 
 
 def _order(task: ServingTask, option: ServingOption) -> tuple[float, ...]:
@@ -397,8 +397,8 @@ def smaller_need(task: ServingTask) -> list[str]:
     """Return changes after which weights and one request fit, if nothing fits. Each is tried."""
     chip = task.serving.cluster.accelerator
     # More ranks of a processor have no more memory together.
-    kinds = [*([each] for each in _narrower(task.serving)), *([] if chip.on_host else [_larger(task.serving)])]
-    return [words for words, _ in smallest_changes(kinds, lambda each: _fits(replace(task, serving=each[1])))]
+    kinds = [*([change] for change in _narrower(task.serving)), *([] if chip.on_host else [_larger(task.serving)])]
+    return [words for words, _ in smallest_changes(kinds, lambda change: _fits(replace(task, serving=change[1])))]
 
 
 def _narrower(serving: Serving) -> Iterator[tuple[str, Serving]]:
@@ -425,5 +425,5 @@ def _larger(serving: Serving) -> Iterator[tuple[str, Serving]]:
 
 def _fits(task: ServingTask) -> bool:
     every = list(layouts(task.serving.model, task.serving.cluster))
-    settings = Settings.from_layouts([each.degrees for each in every])
+    settings = Settings.from_layouts([layout.degrees for layout in every])
     return bool(np.any(largest_batch(task.serving, settings, task.length, task.engine) >= 1))

@@ -73,10 +73,10 @@ class SimulatedSplit(SimulatedServing):
 def separate(task: ServingTask, every: Sequence[ServingLayout]) -> SimulatedSplit | None:
     """Return the split of the cluster with the most tokens per second within the limits, or at a given rate with the
     least time of a token; None if there is none."""
-    found = [each for split in _promising(task, every) if (each := _best_load(task, split)) is not None]
+    results = [result for split in _promising(task, every) if (result := _best_load(task, split)) is not None]
     if task.rate_per_s is not None:
-        return min(found, key=lambda each: (each.tpot_s(), each.ttft_s()), default=None)
-    return max(found, key=lambda each: each.tokens_per_s, default=None)
+        return min(results, key=lambda result: (result.tpot_s(), result.ttft_s()), default=None)
+    return max(results, key=lambda result: result.tokens_per_s, default=None)
 
 
 def _best_load(task: ServingTask, split: PrefillDecodeSplit) -> SimulatedSplit | None:
@@ -84,9 +84,9 @@ def _best_load(task: ServingTask, split: PrefillDecodeSplit) -> SimulatedSplit |
     fixed = task.rate_per_s is not None or task.concurrency is not None
     for part in (1.0,) if fixed else LOADS:
         users = None if task.rate_per_s is not None else task.concurrency or split.under_way(task, part * split.per_s)
-        found = simulated(task, split, users)
-        if found.keeps(task):
-            return found
+        result = simulated(task, split, users)
+        if result.keeps(task):
+            return result
     return None
 
 
@@ -118,12 +118,12 @@ def _loop(task: ServingTask, split: PrefillDecodeSplit, users: int, rounds: int)
 
 def _pools(task: ServingTask, split: PrefillDecodeSplit) -> tuple[InstancePool, InstancePool]:
     """Return the pools of prefill and of decode instances of a split."""
-    engine, found = task.engine, []
+    engine, pools = task.engine, []
     for degrees in (split.prefill, split.decode):
         settings = Settings.from_layouts([degrees])
-        held = memory(task.serving, settings, engine, task.length)
-        found.append((float(np.max(held.cache_tokens(degrees.dp))), float(token_transfer_s(task, settings)[0])))
-    (read_room, sends_s), (write_room, receives_s) = found
+        usage = memory(task.serving, settings, engine, task.length)
+        pools.append((float(np.max(usage.cache_tokens(degrees.dp))), float(token_transfer_s(task, settings)[0])))
+    (read_room, sends_s), (write_room, receives_s) = pools
     reads = PassTable(task.serving, split.prefill, engine.max_tokens)
     most = engine.max_batch * split.prefill.dp
     writes = Scheduler(engine, split.batch, write_room, task.speculation.accepted)
@@ -136,13 +136,13 @@ def _pools(task: ServingTask, split: PrefillDecodeSplit) -> tuple[InstancePool, 
 def _promising(task: ServingTask, every: Sequence[ServingLayout]) -> list[PrefillDecodeSplit]:
     """Return the splits that keep the limits by closed forms, the best for each pair of layouts: with the most requests
     per second, or at a given rate with the least time of a token."""
-    degrees = list(dict.fromkeys(each.degrees for each in every))
+    degrees = list(dict.fromkeys(layout.degrees for layout in every))
     best: dict[tuple[Degrees, Degrees], PrefillDecodeSplit] = {}
     for split in _splits(task, degrees):
         pair = split.prefill, split.decode
         if pair not in best or _order(task, split) < _order(task, best[pair]):
             best[pair] = split
-    return sorted(best.values(), key=lambda each: _order(task, each))[:SIMULATED]
+    return sorted(best.values(), key=lambda candidate: _order(task, candidate))[:SIMULATED]
 
 
 def _order(task: ServingTask, split: PrefillDecodeSplit) -> tuple[float, ...]:
@@ -189,16 +189,16 @@ def waiting_s(per_s: float, each_s: float, instances: ArrayLike) -> Floats:
     c = np.asarray(instances, dtype=np.float64)
     load = per_s * each_s / c
     with np.errstate(divide="ignore", invalid="ignore"):
-        found = load ** (np.sqrt(2 * (c + 1)) - 1) / (c * (1 - load)) * each_s / 2
-    return np.where(load < 1, found, inf)
+        waits_s = load ** (np.sqrt(2 * (c + 1)) - 1) / (c * (1 - load)) * each_s / 2
+    return np.where(load < 1, waits_s, inf)
 
 
 def _readers(task: ServingTask, degrees: Sequence[Degrees]) -> list[tuple[Degrees, float, float]]:
     """Return the layouts with room for weights and a prompt, with the seconds of a prompt and of sending its cache."""
     settings = Settings.from_layouts(degrees)
     engine = replace(task.engine, max_tokens=max(task.engine.max_tokens, task.input_len))
-    held = memory(task.serving, settings, engine, task.input_len)
-    fits = held.cache_tokens(settings.dp) >= task.input_len
+    usage = memory(task.serving, settings, engine, task.input_len)
+    fits = usage.cache_tokens(settings.dp) >= task.input_len
     read = np.broadcast_to(forms.prefill_s(task.serving, settings, 1.0, task.input_len), fits.shape)
     way = transfer_s(task, settings)
     return [(degrees[k], float(read[k]), float(way[k])) for k in np.flatnonzero(fits).tolist()]
@@ -224,15 +224,15 @@ def _writers(task: ServingTask, degrees: Sequence[Degrees]) -> list[tuple[Degree
     most = largest_batch(task.serving, settings, task.length, task.engine)
     pairs = [
         (at, batch)
-        for at, each in enumerate(degrees)
-        for batch in batches(min(int(most[at]), task.engine.max_batch * each.dp))
+        for at, layout in enumerate(degrees)
+        for batch in batches(min(int(most[at]), task.engine.max_batch * layout.dp))
     ]
     if not pairs:
         return []
     at = np.array([pair[0] for pair in pairs])
     requests = np.array([pair[1] for pair in pairs], dtype=np.float64)
-    each = decoding_pass_s(task, Settings.from_layouts([degrees[k] for k in at]), requests)
-    tpot = each / task.speculation.accepted
+    pass_s = decoding_pass_s(task, Settings.from_layouts([degrees[k] for k in at]), requests)
+    tpot = pass_s / task.speculation.accepted
     way = transfer_s(task, settings)
     return [
         (degrees[at[k]], int(requests[k]), float(tpot[k]), float(way[at[k]]))

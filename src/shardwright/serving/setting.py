@@ -47,9 +47,9 @@ class Serving:
     @property
     def compute(self) -> str:
         """Return the format in which matmuls with the matrices of the layers compute."""
-        found = computed_in(self.precision, self.cluster.accelerator)
-        assert found is not None, self.precision
-        return found
+        form = computed_in(self.precision, self.cluster.accelerator)
+        assert form is not None, self.precision
+        return form
 
     @property
     def weight_bytes(self) -> float:
@@ -144,9 +144,9 @@ class PassBatch:
     def shared(self, parts: ArrayLike) -> "PassBatch":
         """Return the part of one of `parts` micro-batches or replicas; a part has one request or none."""
         split = np.asarray(parts)
-        asked = np.asarray(self.requests, dtype=np.float64)
+        requests = np.asarray(self.requests, dtype=np.float64)
         return PassBatch(
-            asked / split, self.context, np.asarray(self.prompt) / split, self.attended,
+            requests / split, self.context, np.asarray(self.prompt) / split, self.attended,
             np.asarray(self.logits) / split, self.drafted,
         )  # fmt: skip
 

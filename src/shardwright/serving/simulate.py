@@ -67,7 +67,7 @@ class PassTable:
 
 
 def _row(seconds: Floats, grid: Floats) -> list[float]:
-    return [float(each) for each in np.broadcast_to(seconds, grid.shape)]
+    return [float(value) for value in np.broadcast_to(seconds, grid.shape)]
 
 
 def _between(xs: list[float], ys: list[float], x: float) -> float:
@@ -123,8 +123,8 @@ class ServedTimes:
 
     def further_s(self, percentile: float) -> float:
         """Return a percentile of the seconds of a further token; 0 if each request has one token only."""
-        there = self.tpot_s[~np.isnan(self.tpot_s)]
-        return float(np.percentile(there, percentile)) if len(there) else 0.0
+        finite = self.tpot_s[~np.isnan(self.tpot_s)]
+        return float(np.percentile(finite, percentile)) if len(finite) else 0.0
 
 
 def lengths(stated: int, shortest: float, n: int, seed: int = 0) -> list[int]:
@@ -132,7 +132,7 @@ def lengths(stated: int, shortest: float, n: int, seed: int = 0) -> list[int]:
     if shortest >= 1:
         return [stated] * n
     low = max(1, round(stated * shortest))
-    return [int(each) for each in np.random.default_rng(seed).integers(low, stated + 1, n)]
+    return [int(length) for length in np.random.default_rng(seed).integers(low, stated + 1, n)]
 
 
 def steady_loop(
@@ -172,7 +172,7 @@ class _InstanceSimulation:
         self, table: PassTable, scheduler: Scheduler, requests: Sequence[ServingRequest], concurrency: int | None
     ) -> None:
         self.table, self.scheduler, self.engine, self.requests = table, scheduler, scheduler.engine, requests
-        self.arrived = [each.arrival_s for each in requests]
+        self.arrived = [request.arrival_s for request in requests]
         self.first, self.last = [0.0] * len(requests), [0.0] * len(requests)
         self.later = deque(range(len(requests)))
         self.coming: list[tuple[float, int]] = []
@@ -180,7 +180,7 @@ class _InstanceSimulation:
         self.reading: deque[list[int]] = deque()
         self.ends: list[tuple[int, int]] = []
         self.now = requests[0].arrival_s if requests else 0.0
-        self.passes, self.cached, self.held = 0, 0.0, 0.0
+        self.passes, self.cached, self.reserved = 0, 0.0, 0.0
         self.held_since: int | None = None
         """The pass since which prompts wait for more prompts."""
         for _ in range(min(concurrency or len(requests), len(requests))):
@@ -199,7 +199,7 @@ class _InstanceSimulation:
             else:
                 self.now = self.coming[0][0]
         first, last, arrived = map(np.array, (self.first, self.last, self.arrived))
-        out = np.array([each.output_len for each in self.requests])
+        out = np.array([request.output_len for request in self.requests])
         tpot = np.where(out > 1, (last - first) / np.maximum(out - 1, 1), np.nan)
         span = float(last.max() - arrived.min())
         return ServedTimes(first - arrived, tpot, last - arrived, span, int(out.sum()))
@@ -214,9 +214,9 @@ class _InstanceSimulation:
         while self.waiting and len(self.ends) + len(self.reading) < limit.max_batch:
             at = self.waiting[0]
             needed = self._reserved(at)
-            if self.held + needed > limit.cache_tokens and (self.ends or self.reading):
+            if self.reserved + needed > limit.cache_tokens and (self.ends or self.reading):
                 return
-            self.held += needed
+            self.reserved += needed
             self.reading.append([self.waiting.popleft(), 0])
 
     def _reserved(self, at: int) -> float:
@@ -226,14 +226,14 @@ class _InstanceSimulation:
     def _chunks(self, decoding: int) -> list[int]:
         """Return the tokens of each prompt that the next pass reads, in order, while `decoding` requests decode."""
         room = max(1, self.engine.max_tokens - decoding)
-        found: list[int] = []
+        chunks: list[int] = []
         for at, done in self.reading:
             left = self.requests[at].input_len - done
-            if room <= 0 or (found and left > room and not self.engine.chunked):
+            if room <= 0 or (chunks and left > room and not self.engine.chunked):
                 break
-            found.append(min(left, room) if self.engine.chunked else left)
-            room -= found[-1]
-        return found
+            chunks.append(min(left, room) if self.engine.chunked else left)
+            room -= chunks[-1]
+        return chunks
 
     def _holds(self) -> bool:
         """Return whether the prompts that could be read wait for more prompts, while other requests decode."""
@@ -276,12 +276,12 @@ class _InstanceSimulation:
         n, count = len(self.ends), self.ends[0][0] - self.passes
         if self.held_since is not None:
             count = min(count, self.held_since + self.engine.hold_passes - self.passes)
-        each = self.table.decode_s(n) + self.table.cached_s * self.cached
+        pass_s = self.table.decode_s(n) + self.table.cached_s * self.cached
         grows = self.table.cached_s * n * self.scheduler.accepted
         if self.coming and len(self.ends) < self.scheduler.max_batch:
             wait = self.coming[0][0] - self.now
-            count = min(count, max(1, -int(-wait // (each + grows * min(count, wait / each) / 2))))
-        self.now += count * each + grows * count * (count - 1) / 2
+            count = min(count, max(1, -int(-wait // (pass_s + grows * min(count, wait / pass_s) / 2))))
+        self.now += count * pass_s + grows * count * (count - 1) / 2
         self._advance(count)
 
     def _advance(self, count: int) -> None:
@@ -293,7 +293,7 @@ class _InstanceSimulation:
     def _end(self, at: int) -> None:
         self.last[at] = self.now
         done = self.requests[at]
-        self.held -= self._reserved(at)
+        self.reserved -= self._reserved(at)
         self.cached -= done.input_len + done.output_len - 1 if done.output_len > 1 else done.input_len
         self.cached = max(self.cached, 0.0)
         if self.later:

@@ -74,30 +74,30 @@ def task_notes(task: ServingTask, name: str, n_settings: int) -> Iterator[Note]:
         f"{task.input_len:,} tokens, answers of {task.output_len:,}; weights {serving.precision}, cache "
         f"{serving.kv_precision}; constants of {task.engine.name}"
     )
-    asked = "as many requests as give most tokens/s"
+    demand = "as many requests as give most tokens/s"
     if task.concurrency is not None:
-        asked = f"{task.concurrency:,} requests at a time"
+        demand = f"{task.concurrency:,} requests at a time"
     elif task.rate_per_s is not None:
-        asked = f"{task.rate_per_s:g} requests/s"
+        demand = f"{task.rate_per_s:g} requests/s"
     limits = [
         f"{what} {format_seconds(limit)}"
         for what, limit in (("first token", task.ttft_s), ("further token", task.tpot_s))
         if limit < inf
     ]
     limited = f"; limits for {PERCENTILE} of 100 requests: {', '.join(limits)}" if limits else ""
-    yield Note(f"{asked}{limited}; {n_settings:,} settings priced")
+    yield Note(f"{demand}{limited}; {n_settings:,} settings priced")
 
 
 def _best(plan: ServingPlan, best: SimulatedOption) -> Iterator[Part]:
     task, at = plan.task, plan.layouts.index(best.layout)
-    weights, working, token, cache = plan.memory.of_layout(at)
+    weights, working, token, cache = plan.memory.layout_bytes(at)
     yield Section(f"best: {best.layout}, at most {best.option.batch:,} requests in each instance")
-    each = f"{best.per_accelerator:,.0f} of each accelerator, {best.per_user:,.1f} of each user"
+    details = f"{best.per_accelerator:,.0f} of each accelerator, {best.per_user:,.1f} of each user"
     if not task.serving.on_host:
         low, high = interval(best.tokens_per_s, RATE)
-        each += f"; 80 % interval {low:,.0f} to {high:,.0f}"
+        details += f"; 80 % interval {low:,.0f} to {high:,.0f}"
     rows = [
-        Fact("tokens/s", f"{best.tokens_per_s:,.0f}", each),
+        Fact("tokens/s", f"{best.tokens_per_s:,.0f}", details),
         *_latencies(best.served, task.serving),
         Fact(
             "cache",
@@ -120,7 +120,7 @@ def _latencies(served: ServedTimes, serving: Serving) -> Iterator[Fact]:
     """Yield the seconds to the first token and of each further token, with the interval of the median."""
     for name, value in ((FIRST, served.first_s), (FURTHER, served.further_s)):
         median, *rest = (format_seconds(value(share)) for share in (50, PERCENTILE, 99))
-        more = "".join(f", {each} for {share} of 100" for each, share in zip(rest, (PERCENTILE, 99), strict=True))
+        more = "".join(f", {latency} for {share} of 100" for latency, share in zip(rest, (PERCENTILE, 99), strict=True))
         if not serving.on_host:
             low, high = map(format_seconds, interval(value(50), name))
             more += f"; 80 % interval of the median {low} to {high}"
@@ -139,13 +139,13 @@ def _next_best(plan: ServingPlan) -> Iterator[Part]:
         ),
         [
             (
-                each.layout,
-                each.option.batch,
-                each.per_accelerator,
-                each.per_user,
-                *(value(at) for value in (each.ttft_s, each.tpot_s) for at in (50, PERCENTILE)),
+                result.layout,
+                result.option.batch,
+                result.per_accelerator,
+                result.per_user,
+                *(value(at) for value in (result.ttft_s, result.tpot_s) for at in (50, PERCENTILE)),
             )
-            for each in plan.best
+            for result in plan.best
         ],
     )
 
@@ -166,14 +166,14 @@ def _pareto(plan: ServingPlan) -> Iterator[Part]:
     step = max(1, -(-len(plan.pareto) // POINTS))
     yield Table(
         (*speeds, Column("batch", COUNT), Column("layout")),
-        [(1 / each.tpot_s, each.per_accelerator, each.batch, each.layout) for each in plan.pareto[::step]],
+        [(1 / option.tpot_s, option.per_accelerator, option.batch, option.layout) for option in plan.pareto[::step]],
     )
 
 
 def _nothing_fits(plan: ServingPlan, remedies: Sequence[str]) -> Iterator[Note]:
     """Yield the memory that the weights need, and the changes that would make them fit."""
     least = int(np.argmin(plan.memory.weights + plan.memory.working))
-    weights, working, token, _ = plan.memory.of_layout(least)
+    weights, working, token, _ = plan.memory.layout_bytes(least)
     needed = (
         f"{plan.layouts[least]} needs least, {format_bytes(weights)} of weights + {format_bytes(working)} of working "
         f"memory + {format_bytes(token * plan.task.length)} for one request, of {usable(plan.task)}"
@@ -190,21 +190,21 @@ def _no_limits_kept(plan: ServingPlan) -> Iterator[Note]:
     task = plan.task
     yield Note("no layout keeps the limits", tone="bad")
     if task.ttft_s < inf:
-        first = min(plan.options, key=lambda each: each.ttft_s)
+        first = min(plan.options, key=lambda option: option.ttft_s)
         shortest = f"{format_seconds(first.ttft_s)}, {first.layout} with {first.batch}"
         yield Note(shortest, "shortest time to the first token")
     if task.tpot_s < inf:
-        further = min(plan.options, key=lambda each: each.tpot_s)
+        further = min(plan.options, key=lambda option: option.tpot_s)
         shortest = f"{format_seconds(further.tpot_s)}, {further.layout} with {further.batch}"
         yield Note(shortest, "shortest time of a further token")
     if task.rate_per_s is not None:
-        most = max(plan.options, key=lambda each: each.tokens_per_s)
+        most = max(plan.options, key=lambda option: option.tokens_per_s)
         requests = f"{most.tokens_per_s / task.output_len:.3g} requests/s, {most.layout} with {most.batch}"
         yield Note(f"{requests}; {task.rate_per_s:g} requests/s were asked for", "most requests")
     if plan.missed:
         nearest = min(
             plan.missed,
-            key=lambda each: max(each.ttft_s(PERCENTILE) / task.ttft_s, each.tpot_s(PERCENTILE) / task.tpot_s),
+            key=lambda option: max(option.ttft_s(PERCENTILE) / task.ttft_s, option.tpot_s(PERCENTILE) / task.tpot_s),
         )
         yield Note(
             f"{nearest.layout} with {nearest.option.batch}: {PERCENTILE} of 100 requests have their first token within "
@@ -225,7 +225,7 @@ def _separate(plan: ServingPlan, apart: SimulatedSplit | None) -> Iterator[Part]
         share = apart.per_accelerator / plan.best[0].per_accelerator - 1
         together = f", {share:+.0%} against the best layout above"
     under_way = f"; {apart.requests:,} requests at a time" if apart.requests is not None else ""
-    queued, moved = (format_seconds(float(each.mean())) for each in (crossed.queued_s, crossed.transfer_s))
+    queued, moved = (format_seconds(float(times_s.mean())) for times_s in (crossed.queued_s, crossed.transfer_s))
     yield Facts(
         [
             Fact("prefill", f"{split.readers} x ({split.prefill})"),
@@ -280,8 +280,8 @@ def pareto_svg(plan: ServingPlan) -> str:
 
 
 def _points(ax: "Axes", options: list[ServingOption], pareto: list[ServingOption]) -> None:
-    users, each = zip(*((1 / option.tpot_s, option.per_accelerator) for option in options), strict=True)
-    ax.scatter(users, each, s=5, color=COLOURS["grid"], label="layouts and batches", zorder=1)
+    users, rates = zip(*((1 / option.tpot_s, option.per_accelerator) for option in options), strict=True)
+    ax.scatter(users, rates, s=5, color=COLOURS["grid"], label="layouts and batches", zorder=1)
     line = [(1 / option.tpot_s, option.per_accelerator) for option in pareto]
     ax.plot(*zip(*line, strict=True), color=COLOURS["curve"], marker="o", markersize=3, label="none has more of both")
     step = max(1, len(pareto) // NAMED)

@@ -213,8 +213,8 @@ def _experts_s(serving: Serving, settings: Settings, batch: PassBatch, group: Fu
 def cache_token_bytes(serving: Serving, tp: Ints) -> Floats:
     """Return the bytes of one token in one layer on a rank of tp, as `serving.work`, for an array of degrees."""
     e, degrees = CACHE_BYTES[serving.kv_precision], np.asarray(tp)
-    each = {int(degree): cache_bytes_per_token(serving.model, int(degree), e) for degree in np.unique(degrees)}
-    return np.vectorize(each.__getitem__, otypes=[float])(degrees)
+    by_degree = {int(degree): cache_bytes_per_token(serving.model, int(degree), e) for degree in np.unique(degrees)}
+    return np.vectorize(by_degree.__getitem__, otypes=[float])(degrees)
 
 
 def _decode_attention_s(serving: Serving, settings: Settings, batch: PassBatch, block: BlockShape) -> Floats:
@@ -312,13 +312,13 @@ def _communication_s(serving: Serving, settings: Settings, batch: PassBatch, blo
     if np.max(settings.stage_ranks) == 1:
         return {}
     n_bytes = batch.tokens / settings.dp * serving.model.d_model * serving.wide_bytes
-    each = _all_reduce_s(serving, n_bytes, settings.tp)
+    reduction_s = _all_reduce_s(serving, n_bytes, settings.tp)
     across = (settings.dp > 1) & bool(block.experts)
-    f = Formulas("s", reductions=np.where(across, 1, block.branches), small_or_large_all_reduce=each)
-    found = {"all-reduces": f("all-reduces", f.reductions * f.small_or_large_all_reduce)}
+    f = Formulas("s", reductions=np.where(across, 1, block.branches), small_or_large_all_reduce=reduction_s)
+    seconds = {"all-reduces": f("all-reduces", f.reductions * f.small_or_large_all_reduce)}
     if np.any(across):
-        found["tokens to experts and back"] = np.where(across, _exchange_s(serving, settings, batch), 0.0)
-    return found
+        seconds["tokens to experts and back"] = np.where(across, _exchange_s(serving, settings, batch), 0.0)
+    return seconds
 
 
 def _all_reduce_s(serving: Serving, n_bytes: Floats, size: Ints) -> Floats:
@@ -343,12 +343,12 @@ def _exchange_s(serving: Serving, settings: Settings, batch: PassBatch) -> Float
     assert model.moe is not None
     own = batch.tokens / ranks * model.d_model
     copies = np.minimum(model.moe.top_k, settings.ep)
-    there = collectives.all_to_all(serving.cluster, own * copies * serving.sent_bytes, ranks, 1, "to experts")
+    to_experts = collectives.all_to_all(serving.cluster, own * copies * serving.sent_bytes, ranks, 1, "to experts")
     back = collectives.all_to_all(serving.cluster, own * copies * serving.wide_bytes, ranks, 1, "from experts")
     whole = batch.tokens * model.d_model
     gather = collectives.all_gather(serving.cluster, whole * serving.wide_bytes, ranks, 1, "all tokens gathered")
     scatter = collectives.reduce_scatter(serving.cluster, whole * serving.wide_bytes, ranks, 1, "results summed")
-    return np.minimum(there + back, gather + scatter)
+    return np.minimum(to_experts + back, gather + scatter)
 
 
 def cache_bytes_per_token(spec: ModelSpec, tp: int, element_bytes: float) -> float:

@@ -1,7 +1,7 @@
 """Which tokens of a sequence of several documents each rank of cp has, and which of them attend to which.
 
 With attention within documents, a token's number of scores depends on where its document starts, so zig-zag chunks of
-the sequence are not balanced. Each document is sharded over the ranks by itself (`dealt`):
+the sequence are not balanced. Each document is sharded over the ranks by itself (`balanced_spans`):
 
 - A document with few scores is assigned to one rank, so no other rank needs its keys.
 - A long document is sharded zig-zag over all ranks: rank r has chunks r and 2R-1-r of its 2R chunks (Llama 3, arXiv
@@ -67,8 +67,8 @@ class RingPlan:
         return tuple(sum(piece.pairs for piece in pieces) for pieces in self.pieces)
 
 
-def deals_documents(spec: ModelSpec, layout: Layout) -> bool:
-    """Return whether each document is sharded over the ring by itself (`dealt`), instead of chunks of the sequence.
+def balances_documents(spec: ModelSpec, layout: Layout) -> bool:
+    """Return whether each document is sharded over the ring by itself (`balanced_spans`), not chunks of the sequence.
 
     False for cp_method "ring", which is contiguous. False with an expert capacity: the tokens that it drops are counted
     over pieces of the sequence that are the same for all sequences (`parallel.routing`). False with linear attention,
@@ -80,10 +80,10 @@ def deals_documents(spec: ModelSpec, layout: Layout) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def held_tokens(lengths: Lengths, method: str, ring: int, deals: bool) -> tuple[tuple[DocumentSpan, ...], ...]:
+def ring_tokens(lengths: Lengths, method: str, ring: int, deals: bool) -> tuple[tuple[DocumentSpan, ...], ...]:
     """Return [ring rank] -> its tokens of a sequence, in sequence order, by document."""
     if deals:
-        return dealt(lengths, ring)
+        return balanced_spans(lengths, ring)
     starts = [0, *accumulate(lengths)]
     result = []
     for rank in range(ring):
@@ -100,12 +100,12 @@ def held_tokens(lengths: Lengths, method: str, ring: int, deals: bool) -> tuple[
 def spans_of_documents(layout: Layout, lengths: Lengths, rank: int, deals: bool) -> list[range]:
     """Return the sequence positions of the tokens of a rank of the world, in its order."""
     at = layout.coordinates(rank)
-    local = held_tokens(lengths, layout.cp_method, layout.cp_ring, deals)[at["cp_ring"]]
+    local = ring_tokens(lengths, layout.cp_method, layout.cp_ring, deals)[at["cp_ring"]]
     tokens = sum(lengths) // layout.cp
     return list(cut([range(span.start, span.stop) for span in local], at["cp_ulysses"] * tokens, tokens))
 
 
-def dealt(lengths: Lengths, ring: int) -> tuple[tuple[DocumentSpan, ...], ...]:
+def balanced_spans(lengths: Lengths, ring: int) -> tuple[tuple[DocumentSpan, ...], ...]:
     """Return [ring rank] -> its tokens, by document, with equal numbers of tokens and nearly equal numbers of scores.
 
     Documents are assigned longest first. A document with few scores is assigned to the rank with the fewest scores so
@@ -177,7 +177,7 @@ def plan(
     receives = [0] * ring
     first = 0
     for lengths in sequences:
-        per_rank = held_tokens(lengths, method, ring, deals)
+        per_rank = ring_tokens(lengths, method, ring, deals)
         if chunked:
             per_rank = tuple(tuple(_in_chunks(spans, lengths, window)) for spans in per_rank)
         places = [_places(spans) for spans in per_rank]

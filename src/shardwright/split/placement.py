@@ -51,11 +51,11 @@ def place(loads: Sequence[float], order: Order, n_ranks: int, together: int) -> 
         best = int(larger.argmin()) if larger.size else 0
         if not larger.size or per_rank[full] - larger.flat[best] < max(LEAST_GAIN * per_rank.mean(), 1e-12):
             break
-        here, there = own[best // len(others)], others[best % len(others)]
+        own_at, other_at = own[best // len(others)], others[best % len(others)]
         change = moved.flat[best]
         per_rank[full] -= change
-        per_rank[rank_P[there]] += change
-        at_P[[here, there]] = at_P[[there, here]]
+        per_rank[rank_P[other_at]] += change
+        at_P[[own_at, other_at]] = at_P[[other_at, own_at]]
     return _settled(order, tuple(at_P.tolist()), n_ranks)
 
 

@@ -51,7 +51,7 @@ def token_call_problems(spec: ModelSpec, layout: Layout, call: TokenCall) -> lis
             valid = [name for name in names() if find(name).ways(layout.pp, find(name).virtual_stages) == in_order]
             broken.append(
                 f"generate runs one stage on each rank of pp, and layout.pp_schedule={layout.pp_schedule!r} has "
-                f"{len(layout.held_by(0))} on a rank; valid: {', '.join(valid)}"
+                f"{len(layout.stages_on(0))} on a rank; valid: {', '.join(valid)}"
             )
         if spec.moe is not None and spec.moe.capacity_factor:
             broken.append(
@@ -250,9 +250,9 @@ def _recomputation(spec: ModelSpec, layout: Layout, seq_len: int) -> Iterator[st
     if layout.recompute_layers is not None:
         most = stages.most_layers(spec, layout, seq_len)
         if layout.recompute_layers > most:
-            of = "a stage has at most" if layout.pp > 1 else "the model has"
+            cap = "a stage has at most" if layout.pp > 1 else "the model has"
             yield (
-                f"layout.recompute_layers={layout.recompute_layers}: {of} {most} layers; valid: 1 to {most}, or leave "
+                f"layout.recompute_layers={layout.recompute_layers}: {cap} {most} layers; valid: 1 to {most}, or leave "
                 f"it out, for all"
             )
     latent = spec.latent_attention is not None

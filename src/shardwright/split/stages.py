@@ -164,10 +164,10 @@ def _balanced(spec: ModelSpec, n_stages: int, seq_len: int) -> tuple[int, ...]:
     for stage in range(n_stages):
         first, last = stage == 0, stage == n_stages - 1
         ends = first * 3.0 * spec.d_model + last * (3 * _head_flops(spec) + sum(modules))
-        here = between + ends
-        mosts = np.maximum(most[:, None], here)
+        work = between + ends
+        mosts = np.maximum(most[:, None], work)
         most = mosts.min(axis=0)
-        sums = np.where(mosts == most, squares[:, None] + here * here, np.inf)
+        sums = np.where(mosts == most, squares[:, None] + work * work, np.inf)
         begins.append(sums.argmin(axis=0))
         squares = sums.min(axis=0)
     counts, end = [], spec.n_layers

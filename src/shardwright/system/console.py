@@ -90,24 +90,24 @@ def stderr_dropped_on_error() -> Iterator[None]:
     at once."""
     with ExitStack() as stack:
         try:
-            held = stack.enter_context(open(os.memfd_create("shardwright-stderr"), "r+b", buffering=0))
+            buffer = stack.enter_context(open(os.memfd_create("shardwright-stderr"), "r+b", buffering=0))
             kept = stack.enter_context(open(os.dup(2), "wb", buffering=0))
         except (AttributeError, OSError):  # another system than Linux; stderr is closed, or too few descriptors
             yield
             return
         sys.stderr.flush()
-        os.dup2(held.fileno(), 2)
+        os.dup2(buffer.fileno(), 2)
         try:
             yield
         except BaseException:
-            held.truncate(0)
+            buffer.truncate(0)
             raise
         finally:
             sys.stderr.flush()
             os.dup2(kept.fileno(), 2)
-            held.seek(0)
+            buffer.seek(0)
             with suppress(OSError):
-                kept.write(held.read())
+                kept.write(buffer.read())
 
 
 def discard_output(descriptor: int) -> None:

@@ -29,11 +29,11 @@ def memory_limit(groups: Path = GROUPS, own: Path = OWN) -> MemoryLimit | None:
     `hierarchy:controllers:path` a line. In a container, a path may refer to the host's cgroup tree, which is not
     mounted; the group mounted at the top is then the process's own.
     """
-    found = []
+    limits = []
     for file in _files(groups, own):
         with suppress(OSError, ValueError):  # a group that is not mounted, or "max": no limit
-            found.append(MemoryLimit(int(file.read_text()), file))
-    return min(found, default=None)
+            limits.append(MemoryLimit(int(file.read_text()), file))
+    return min(limits, default=None)
 
 
 def usable_cores() -> int:
@@ -54,4 +54,4 @@ def _files(groups: Path, own: Path) -> Iterator[Path]:
         else:
             continue
         inner = PurePosixPath(path.lstrip("/"))
-        yield from (top / each / name for each in (inner, *inner.parents))
+        yield from (top / group / name for group in (inner, *inner.parents))

@@ -59,7 +59,7 @@ def without_secrets(text: str) -> str:
     and the password alone, or a user without a password that is as long as a token."""
     if ":/" not in text:
         return text
-    users = {each[0].removeprefix(each[1]) for each in _USER.finditer(text)} - {"@"}
+    users = {match[0].removeprefix(match[1]) for match in _USER.finditer(text)} - {"@"}
     text = _USER.sub(rf"\1{MASK}@", text)
     for user in sorted(users, key=len, reverse=True):
         text = text.replace(user, f"{MASK}@")
@@ -78,7 +78,7 @@ class ShardwrightError(Exception):
     rank: int | None = None
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(without_secrets(each) if isinstance(each, str) else each for each in args))
+        super().__init__(*(without_secrets(arg) if isinstance(arg, str) else arg for arg in args))
 
     def of_rank(self, rank: int | None) -> Self:
         """Set the rank at fault and return this error."""
@@ -163,7 +163,7 @@ def checked_call(function: Callable[P, R], name: str = "", error: type[InputErro
     position although it is keyword-only. `name`: the name that the caller uses, by default the function's own. Of the
     types, bool is checked before the call, since any value can be used as one.
     """
-    switches = [each.name for each in inspect.signature(function).parameters.values() if each.annotation is bool]
+    switches = [param.name for param in inspect.signature(function).parameters.values() if param.annotation is bool]
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -195,8 +195,8 @@ def _argument_problems(
     taken = list(inspect.signature(function).parameters.values())
     n_self = len(taken) > 0 and taken[0].name == "self"
     taken, placed = taken[n_self:], len(args) - n_self
-    names = [each.name for each in taken]
-    by_place = [each.name for each in taken if each.kind is each.POSITIONAL_OR_KEYWORD]
+    names = [param.name for param in taken]
+    by_place = [param.name for param in taken if param.kind is param.POSITIONAL_OR_KEYWORD]
     for key in kwargs:
         if key not in names:
             yield f"{name}: there is no argument {key!r}; {nearest(key, names) if names else 'it takes none'}"
@@ -204,15 +204,15 @@ def _argument_problems(
             yield f"{name}: {key} is given twice, by place and as {key}=; leave one out"
     if placed > len(by_place):
         most = f"only {', '.join(by_place)} may be" if by_place else "none may be"
-        rest = ", ".join(f"{each}=" for each in names if each not in by_place)
+        rest = ", ".join(f"{other}=" for other in names if other not in by_place)
         way_out = f"by name: {rest}" if rest else "leave the rest out"
         given_by_place = "1 argument is" if placed == 1 else f"{placed} arguments are"
         yield f"{name}: {given_by_place} given by place, and {most}; {way_out}"
     given = {*by_place[: max(placed, 0)], *kwargs}
-    if missing := [each.name for each in taken if each.default is each.empty and each.name not in given]:
+    if missing := [param.name for param in taken if param.default is param.empty and param.name not in given]:
         are = "is" if len(missing) == 1 else "are"
         yield f"{name}: {' and '.join(missing)} {are} missing; it takes {', '.join(names)}"
-    kinds = {each.name: each.annotation for each in taken}
+    kinds = {param.name: param.annotation for param in taken}
     for key, value in {**dict(zip(by_place, args[n_self:], strict=False)), **kwargs}.items():
         if key in kinds and kinds[key] is not inspect.Parameter.empty and not _is_of_type(value, kinds[key]):
             needed = re.sub(r"\b\w+\.", "", inspect.formatannotation(kinds[key]))
@@ -221,10 +221,10 @@ def _argument_problems(
 
 def _is_of_type(value: object, annotation: Any) -> bool:
     """Return whether a value has the annotated type, as far as `isinstance` can check."""
-    kinds = tuple(get_origin(each) or each for each in get_args(annotation) or (annotation,))
+    kinds = tuple(get_origin(kind) or kind for kind in get_args(annotation) or (annotation,))
     if not isinstance(annotation, UnionType):
         kinds = (get_origin(annotation) or annotation,)
-    if not all(isinstance(each, type) for each in kinds):
+    if not all(isinstance(kind, type) for kind in kinds):
         return True
     whole = isinstance(value, int) and not isinstance(value, bool)
     return whole if kinds == (int,) else isinstance(value, kinds) or (whole and float in kinds)
@@ -262,7 +262,7 @@ def system_limit(error: BaseException) -> str | None:
     if isinstance(error, OSError):
         number, where, reason = error.errno, f"{error.filename}: " if error.filename else "", error.strerror or ""
     elif isinstance(error, Exception):
-        quoted = [each for each in (*NO_ROOM, *TOO_MANY_FILES) if os.strerror(each) in str(error)]
+        quoted = [code for code in (*NO_ROOM, *TOO_MANY_FILES) if os.strerror(code) in str(error)]
         number, reason = (quoted[0], os.strerror(quoted[0])) if quoted else (None, "")
     if number in NO_ROOM:
         return f"{where}no room to write ({reason}); free some, or write to another disk"
@@ -278,7 +278,7 @@ def too_many_files(error: BaseException | None) -> str | None:
     errors."""
     cause = error
     while cause is not None:
-        if any(os.strerror(each) in str(cause) for each in TOO_MANY_FILES):
+        if any(os.strerror(code) in str(cause) for code in TOO_MANY_FILES):
             limit = system_limit(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
             return str(error) if str(limit) in str(error) else f"{limit}; it led to: {error}"
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
@@ -288,8 +288,8 @@ def too_many_files(error: BaseException | None) -> str | None:
 def near_path(path: str | Path, pattern: str) -> str:
     """Return `; did you mean x?` for a misspelt path, where x is an existing path that matches `pattern`, or ""."""
     path = Path(path)
-    there = {str(each) for each in path.parent.glob(pattern)} if path.parent.is_dir() else set()
-    close = get_close_matches(str(path), there, n=1, cutoff=CUTOFF)
+    existing = {str(entry) for entry in path.parent.glob(pattern)} if path.parent.is_dir() else set()
+    close = get_close_matches(str(path), existing, n=1, cutoff=CUTOFF)
     return f"; did you mean {close[0]}?" if close else ""
 
 
@@ -299,7 +299,7 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     valid = sorted(choices)
     known = called_here(name)
     if known is not None:
-        chosen = [last for each in known if (last := each.rpartition(".")[2] if "=" not in each else each) in valid]
+        chosen = [last for key in known if (last := key.rpartition(".")[2] if "=" not in key else key) in valid]
         if meant := chosen or known:
             return f"did you mean {' or '.join(map(repr, meant))}?"
         return f"{name} is not supported (README.md lists what is not); valid: {', '.join(valid)}"

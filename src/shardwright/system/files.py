@@ -134,7 +134,7 @@ def inside(folder: Path, name: str, error: type[InputError] = InputError) -> Pat
     roots = [root]
     if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
         roots.append(root.parent.parent / "blobs")
-    if not any(target.is_relative_to(each) for each in roots):
+    if not any(target.is_relative_to(top) for top in roots):
         raise error(f"{folder}: {name!r} is a link out of this folder, to {target}; {way_out}")
     return folder / name
 
@@ -160,7 +160,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     level: list[Any] = [table]
     for _ in range(DEEPEST):
         inner = (value.values() if isinstance(value, dict) else value for value in level)
-        level = [each for values in inner for each in values if isinstance(each, dict | list)]
+        level = [value for values in inner for value in values if isinstance(value, dict | list)]
     if level:  # dotted keys reach any depth without recursion
         raise ValueError("tables or lists are nested too deeply")
     return table

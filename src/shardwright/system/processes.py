@@ -71,10 +71,10 @@ class UsableMemory(NamedTuple):
 
 def machine_memory() -> UsableMemory:
     """Return the memory of this machine, or the limit of this process's control groups if that is smaller."""
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = memory_limit()
     return (
-        UsableMemory(there) if limit is None or limit.n_bytes >= there else UsableMemory(limit.n_bytes, str(limit.file))
+        UsableMemory(total) if limit is None or limit.n_bytes >= total else UsableMemory(limit.n_bytes, str(limit.file))
     )
 
 
@@ -199,8 +199,8 @@ def in_one_sentence(error: BaseException) -> ShardwrightError | None:
     """Return a rank's error as an error without a traceback, or None if the traceback is needed to explain it."""
     if isinstance(error, ShardwrightError):
         return error
-    if told := system_limit(error):
-        return FullError(told)
+    if limit := system_limit(error):
+        return FullError(limit)
     if isinstance(error, SystemExit):
         place = traceback.extract_tb(error.__traceback__)[-1]
         return WorkerError(f"the command was ended by SystemExit({error.code!r}) at {place.filename}:{place.lineno}")
@@ -232,24 +232,24 @@ def results(
     this process sent the signal on request. `watched` is called several times a second; an error that it returns is
     raised. No process is ended here; `end` does that.
     """
-    told: dict[int, Any] = {}
+    answers: dict[int, Any] = {}
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     failures: dict[int, Failure] = {}
     at_fault = False
-    while len(told) < len(workers):
+    while len(answers) < len(workers):
         left_s = _POLL_S if deadline is None else deadline - time.monotonic()
-        told |= _news([worker for worker in workers if worker.rank not in told], left_s)
-        if not failures and (failures := _failures(told)):
+        answers |= _news([worker for worker in workers if worker.rank not in answers], left_s)
+        if not failures and (failures := _failures(answers)):
             # Other ranks may have failed first and report it later.
             deadline = time.monotonic() + _LAST_WORDS_S
-        if not at_fault and (at_fault := any(not failure.lost_peer for failure in _failures(told).values())):
+        if not at_fault and (at_fault := any(not failure.lost_peer for failure in _failures(answers).values())):
             deadline = min(deadline or math.inf, time.monotonic() + _OTHER_WORDS_S)
         if deadline is not None and time.monotonic() >= deadline:
             break
-        if not failures and len(told) < len(workers) and (found := watched()) is not None:
-            raise found
+        if not failures and len(answers) < len(workers) and (problem := watched()) is not None:
+            raise problem
     if failures:
-        failures = _failures(told)
+        failures = _failures(answers)
         if is_asked() and any(failure.interrupted for failure in failures.values()):
             raise KeyboardInterrupt
         rank = min(failures, key=lambda rank: (failures[rank].lost_peer, failures[rank].time_s))
@@ -260,7 +260,7 @@ def results(
             raise failure.error
         words = f"rank {rank} {failure.text}"
         raise WorkerError(words.rstrip() if log is None else f"{words}\nits full output: {log}").of_rank(rank)
-    if waiting := [worker for worker in workers if worker.rank not in told]:
+    if waiting := [worker for worker in workers if worker.rank not in answers]:
         who = f"{ranks_in_words([worker.rank for worker in waiting])} {'was' if len(waiting) == 1 else 'were'}"
         shown = waiting[:STACKS_SHOWN]
         rest = (
@@ -272,7 +272,7 @@ def results(
             else ""
         )
         raise WorkerError(f"{who} not done within {timeout_s:g} s{crowd}\n{_stacks(shown)}".rstrip() + rest)
-    return [told[worker.rank] for worker in workers]
+    return [answers[worker.rank] for worker in workers]
 
 
 def end(workers: Iterable[Worker]) -> None:
@@ -293,8 +293,8 @@ def kill(worker: Worker) -> None:
             (os.killpg if os.getpgid(worker.pid) == worker.pid else os.kill)(worker.pid, signal.SIGKILL)
 
 
-def _failures(told: dict[int, Any]) -> dict[int, Failure]:
-    return {rank: answer for rank, answer in told.items() if isinstance(answer, Failure)}
+def _failures(answers: dict[int, Any]) -> dict[int, Failure]:
+    return {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
 
 
 def _news(workers: Sequence[Worker], wait_s: float) -> dict[int, Any]:

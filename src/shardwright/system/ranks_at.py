@@ -194,7 +194,7 @@ class RanksFolder:
         (self.path / "asked").unlink(missing_ok=True)
 
     @property
-    def asked(self) -> bool:
+    def dump_requested(self) -> bool:
         return (self.path / "asked").exists()
 
     def answer(self, rank: int, dump: RankDump) -> None:
@@ -204,9 +204,9 @@ class RanksFolder:
         """Return the dumps of `ranks`, waiting for the ranks that are not in `mute`."""
         until = time.monotonic() + _HEARD_S
         while True:
-            found = {rank: dump for rank in ranks if (dump := _read(_DUMP, self.path / f"rank-{rank}.dump"))}
-            if time.monotonic() > until or found.keys() >= set(ranks) - set(mute):
-                return found
+            dumps = {rank: dump for rank in ranks if (dump := _read(_DUMP, self.path / f"rank-{rank}.dump"))}
+            if time.monotonic() > until or dumps.keys() >= set(ranks) - set(mute):
+                return dumps
             time.sleep(0.05)
 
 
@@ -252,35 +252,35 @@ def describe(
     gone = [rank for rank in ranks if rank in fates]
     busy = [rank for rank in ranks if rank in dumps and not dumps[rank].waits]
     blamed = gone or busy or [rank for rank in ranks if rank not in dumps]
-    told = []
+    lines = []
     if blamed:
-        told.append(f"no progress: {ranks_in_words(blamed)} {'holds' if len(blamed) == 1 else 'hold'} up the others")
+        lines.append(f"no progress: {ranks_in_words(blamed)} {'holds' if len(blamed) == 1 else 'hold'} up the others")
     elif stuck := _joined_by_all(dumps):
         where = _between(stuck, identities)
-        told.append(f"no progress: all ranks wait, and messages between them do not arrive{where}")
+        lines.append(f"no progress: all ranks wait, and messages between them do not arrive{where}")
         begun = "both ranks have begun" if stuck.is_message else "all of its ranks have joined"
-        told.append(f"  {begun} {in_words(stuck)}, and it does not {'arrive' if stuck.is_message else 'end'}")
+        lines.append(f"  {begun} {in_words(stuck)}, and it does not {'arrive' if stuck.is_message else 'end'}")
     else:
-        told.append("no progress: all ranks wait, for collectives that others have not joined")
+        lines.append("no progress: all ranks wait, for collectives that others have not joined")
     shown = blamed[:SHOWN]
     for rank in shown:
-        told.append(f"  {_of(rank, states, identities, dumps, fates, now_s)}")
-        told += [f"    never {each}" for each in _missed(rank, dumps)]
-    told += _waiting([rank for rank in ranks if rank not in blamed], states, dumps)
+        lines.append(f"  {_described_rank(rank, states, identities, dumps, fates, now_s)}")
+        lines += [f"    never {missed}" for missed in _missed(rank, dumps)]
+    lines += _waiting([rank for rank in ranks if rank not in blamed], states, dumps)
     alike: dict[str, list[int]] = {}
     for rank in (rank for rank in ranks if rank in dumps and rank not in blamed):
         alike.setdefault(dumps[rank].stack, []).append(rank)
     classes = sorted(alike.values(), key=lambda members: (len(members), members))
     for members in [*[[rank] for rank in shown if rank in dumps], *classes[:SHOWN]]:
-        told.append(f"--- Python stack of {ranks_in_words(members)} ---\n{dumps[members[0]].stack.rstrip()}")
-    return blamed, "\n".join(told)
+        lines.append(f"--- Python stack of {ranks_in_words(members)} ---\n{dumps[members[0]].stack.rstrip()}")
+    return blamed, "\n".join(lines)
 
 
 SHOWN = 4
 """Maximum number of described ranks at fault, and of the other classes of ranks with equal stacks, smallest first."""
 
 
-def _of(
+def _described_rank(
     rank: int,
     states: Mapping[int, RankState],
     identities: Mapping[int, RankIdentity],
@@ -296,12 +296,12 @@ def _of(
         at = " ".join(f"{axis}={n}" for axis, n in who.at.items())
         words.append(f"{who.device} of {who.host}, process {who.pid}" + (f" ({at})" if at else ""))
     # The monotonic clocks of two machines have different origins.
-    here = who is None or who.host == os.uname().nodename
-    for_s = dump.for_s if dump is not None and dump.for_s is not None else now_s - state.since_s if here else 0.0
+    is_local = who is None or who.host == os.uname().nodename
+    for_s = dump.for_s if dump is not None and dump.for_s is not None else now_s - state.since_s if is_local else 0.0
     took = f" for {for_s:.1f} s" if 0 < for_s < 1e6 else ""
     words.append(f"step {state.step + 1}, {state.phase}{took}")
     if dump is not None:
-        words += [each for each in (dump.action and f"action {dump.action}", dump.module) if each]
+        words += [word for word in (dump.action and f"action {dump.action}", dump.module) if word]
     if line := (dump.line if dump is not None else state.line):
         words.append(f"at {line}" if dump is not None else f"last seen at {line}")
     return "; ".join(words)
@@ -312,37 +312,37 @@ def _missed(rank: int, dumps: Mapping[int, RankDump]) -> list[str]:
     waiting: dict[JoinedCollective, list[int]] = {}
     joined = dumps[rank].joined if rank in dumps else {}
     for other, dump in dumps.items():
-        for each in dump.pending:
-            if rank in each.ranks and joined.get(each.group, 0) < each.number:
-                waiting.setdefault(each, []).append(other)
+        for call in dump.pending:
+            if rank in call.ranks and joined.get(call.group, 0) < call.number:
+                waiting.setdefault(call, []).append(other)
     first: dict[str, JoinedCollective] = {}
-    for each in sorted(waiting, key=lambda each: each.number):
-        first.setdefault(each.group, each)
-    return [f"{_to_begin(each, rank)} {in_words(each)}, in which {_wait(waiting[each])}" for each in first.values()]
+    for call in sorted(waiting, key=lambda call: call.number):
+        first.setdefault(call.group, call)
+    return [f"{_to_begin(call, rank)} {in_words(call)}, in which {_wait(waiting[call])}" for call in first.values()]
 
 
-def _to_begin(each: JoinedCollective, rank: int) -> str:
+def _to_begin(call: JoinedCollective, rank: int) -> str:
     """Return the action that a rank should have taken."""
-    if not each.is_message:
+    if not call.is_message:
         return "joined"
-    return "sent" if rank == each.ranks[0] else "took"
+    return "sent" if rank == call.ranks[0] else "took"
 
 
 def _joined_by_all(dumps: Mapping[int, RankDump]) -> JoinedCollective | None:
     """Return an incomplete collective that all of its ranks have joined, or None. Only the oldest collective of each
     rank counts, since later ones may be queued behind it."""
     stuck = [
-        each
-        for each in {dump.pending[0] for dump in dumps.values() if dump.pending}
-        if all(rank in dumps and dumps[rank].joined.get(each.group, 0) >= each.number for rank in each.ranks)
+        call
+        for call in {dump.pending[0] for dump in dumps.values() if dump.pending}
+        if all(rank in dumps and dumps[rank].joined.get(call.group, 0) >= call.number for rank in call.ranks)
     ]
-    return min(stuck, key=lambda each: (each.group, each.number), default=None)
+    return min(stuck, key=lambda call: (call.group, call.number), default=None)
 
 
-def _between(each: JoinedCollective, identities: Mapping[int, RankIdentity]) -> str:
+def _between(call: JoinedCollective, identities: Mapping[int, RankIdentity]) -> str:
     """Return the machines of a collective with the ranks of each; empty for one machine."""
     hosts: dict[str, list[int]] = {}
-    for rank in each.ranks:
+    for rank in call.ranks:
         if rank in identities:
             hosts.setdefault(identities[rank].host, []).append(rank)
     if len(hosts) < 2:
@@ -356,13 +356,13 @@ def _wait(ranks: Sequence[int]) -> str:
     return f"{ranks_in_words(sorted(ranks))} {'waits' if len(ranks) == 1 else 'wait'}"
 
 
-def in_words(each: JoinedCollective) -> str:
+def in_words(call: JoinedCollective) -> str:
     """Return `all_reduce number 12 of the group of tp (ranks 0, 1)`, or `the input of 1F3, number 7 of the messages of
     pp from rank 0 to rank 2`."""
-    if each.is_message:
-        source, target = each.ranks
-        return f"{each.name}, number {each.number} of the messages of {each.axes} from rank {source} to rank {target}"
-    return f"{each.name} number {each.number} of the group of {each.axes} ({ranks_in_words(each.ranks)})"
+    if call.is_message:
+        source, target = call.ranks
+        return f"{call.name}, number {call.number} of the messages of {call.axes} from rank {source} to rank {target}"
+    return f"{call.name} number {call.number} of the group of {call.axes} ({ranks_in_words(call.ranks)})"
 
 
 def _waiting(ranks: Sequence[int], states: Mapping[int, RankState], dumps: Mapping[int, RankDump]) -> list[str]:
@@ -394,7 +394,7 @@ class RanksWatch:
                     self._open[rank] = RankStateFile(self.folder.state_of(rank), writes=False)
                 except (OSError, ValueError):
                     continue
-        return {rank: state for rank, each in self._open.items() if (state := each.read()).since_s > 0}
+        return {rank: state for rank, file in self._open.items() if (state := file.read()).since_s > 0}
 
     def hang(self) -> tuple[list[int], str] | None:
         """Return the ranks at fault and the description once a rank exceeds its time limit, otherwise None."""
@@ -407,9 +407,9 @@ class RanksWatch:
         late, self._late = self._late, self._is_late(now_s)
         if not (late and self._late):
             return None
-        found = self.compared(self.states())
+        result = self.compared(self.states())
         if self._is_late(time.monotonic()):
-            return found
+            return result
         self.folder.take_back()  # it continues after all
         return None
 

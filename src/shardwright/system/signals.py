@@ -37,7 +37,7 @@ def on_signals(handler: Callable[[int, FrameType | None], None], *, last: bool =
             leave_dead_terminal()
         handler(number, frame)
 
-    heard = [each for each in STOPPING if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+    heard = [number for number in STOPPING if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, hear) for number in heard}
     try:
         yield

@@ -88,13 +88,13 @@ def divisors(n: int) -> list[int]:
 def in_groups(items: Iterable[T], n_bytes: Callable[[T], int], max_bytes: int) -> Iterator[list[T]]:
     """Yield items in order in nonempty groups of at most `max_bytes`; a larger item forms its own group."""
     group: list[T] = []
-    held = 0
+    group_bytes = 0
     for item in items:
         size = n_bytes(item)
-        if group and held + size > max_bytes:
+        if group and group_bytes + size > max_bytes:
             yield group
-            group, held = [], 0
+            group, group_bytes = [], 0
         group.append(item)
-        held += size
+        group_bytes += size
     if group:
         yield group

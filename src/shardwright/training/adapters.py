@@ -60,8 +60,8 @@ class BaseWithAdapters:
             )
         self.path, self.spec = weights.path, replace(weights.spec, lora=None)
         self._weights, self._scale = weights, weights.spec.lora.scale
-        here = rows(self.spec)
-        self.shapes = {name: shape for name, shape in weights.shapes.items() if name in here}
+        model_rows = rows(self.spec)
+        self.shapes = {name: shape for name, shape in weights.shapes.items() if name in model_rows}
         self.dtypes = {name: weights.dtypes[name] for name in self.shapes}
         self.left_out = weights.left_out
 

@@ -30,15 +30,15 @@ def base_record(config: RunConfig) -> BaseRecord | None:
     source, spec = config.init.weights, config.spec()
     if spec.lora is None or source is None:
         return None
-    found, error = ("", ""), None
+    identity, error = ("", ""), None
     try:
         if dist.get_rank() == 0:
             record = record_of_base(open_weights(_resumed(config) or source), spec)
-            found = record.path, record.fingerprint
+            identity = record.path, record.fingerprint
     except InputError as caught:
         error = CheckpointError(*caught.problems)
     raise_first(error)
-    return BaseRecord(*gathered(found, tuple[str, str])[0])
+    return BaseRecord(*gathered(identity, tuple[str, str])[0])
 
 
 def _resumed(config: RunConfig) -> str | None:

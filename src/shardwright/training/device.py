@@ -65,9 +65,9 @@ def accelerator_of_name(name: str) -> Accelerator | None:
     if "a100" in words:
         variant.discard("pcie")  # the same peaks as the SXM part
     for known in packaged_accelerators():
-        told = set(known.name.removeprefix("rtx").split("-"))
+        known_words = set(known.name.removeprefix("rtx").split("-"))
         # Memory sizes, which distinguish two parts with the same die, do not change the peak.
-        if {word for word in told if not re.fullmatch(r"\d+gb", word)} <= words and variant <= told:
+        if {word for word in known_words if not re.fullmatch(r"\d+gb", word)} <= words and variant <= known_words:
             return known
     return None
 
@@ -79,10 +79,10 @@ def attention_kernels(config: RunConfig, device: torch.device) -> str | None:
         return None
     spec = config.spec()
     windows = {spec.layer_window(layer) > 0 for layer in range(spec.n_layers) if not spec.is_linear(layer)}
-    of = {windowed: _attention_kernel(config, device, windowed=windowed) for windowed in sorted(windows)}
-    if len(set(of.values())) < 2:
-        return next(iter(of.values()), None)
-    return f"{of[False]}; in layers with a window {of[True]}"
+    kernels = {windowed: _attention_kernel(config, device, windowed=windowed) for windowed in sorted(windows)}
+    if len(set(kernels.values())) < 2:
+        return next(iter(kernels.values()), None)
+    return f"{kernels[False]}; in layers with a window {kernels[True]}"
 
 
 def _attention_kernel(config: RunConfig, device: torch.device, *, windowed: bool) -> str:

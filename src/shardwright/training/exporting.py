@@ -151,13 +151,13 @@ def _weights_to_write(source: str | Path | Weights, average: bool, merge: bool) 
 
 def _types(tensors: list[FileTensor], weights: Weights, dtype: str | None) -> dict[str, str]:
     """Return the type of each tensor in the files. A selection bias keeps its type, as in transformers."""
-    here = rows(weights.spec)
-    found = {}
+    model_rows = rows(weights.spec)
+    types = {}
     for tensor in tensors:
         name = tensor.parts[0].name
-        keeps = dtype is None or here[name].kind == "balance"
-        found[tensor.name] = weights.dtypes[name] if keeps else DTYPES[dtype or ""]
-    return found
+        keeps = dtype is None or model_rows[name].kind == "balance"
+        types[tensor.name] = weights.dtypes[name] if keeps else DTYPES[dtype or ""]
+    return types
 
 
 def _added_tokens(tokenizer_json: bytes) -> list[str]:
@@ -197,10 +197,10 @@ def write_tokenizer(
         manifest = DataManifest.read(data)
         text = read_bytes(inside(data, TOKENIZER, DataError), LONGEST_TOKENIZER)
     except (InputError, OSError) as error:
-        said = str(error).splitlines()[0]
-        return [f"no tokenizer: that of the run's data cannot be read ({said})"], {}
+        reason = str(error).splitlines()[0]
+        return [f"no tokenizer: that of the run's data cannot be read ({reason})"], {}
     (out / TOKENIZER).write_bytes(text)
-    chats = {folder: each for folder, each in readable_sources(section).items() if each.chat_template_sha256}
+    chats = {folder: chat for folder, chat in readable_sources(section).items() if chat.chat_template_sha256}
     named: dict[str, str] = {}
     for folder, of_chat in list(chats.items())[:1]:
         (out / TEMPLATE).write_bytes(read_bytes(inside(folder, TEMPLATE, DataError)))
@@ -281,14 +281,14 @@ def _facts(weights: CheckpointWeights) -> Iterator[tuple[str, str]]:
     yield "seed", str(config.seed)
     folder = run_of_checkpoint(weights.path)
     records = [] if folder is None else list(read_metrics(inside(folder, METRICS)))
-    done = [each for each in records if each.step <= progress.step]
-    evaluated = [each for each in done if isinstance(each, EvaluationRecord)]
+    done = [record for record in records if record.step <= progress.step]
+    evaluated = [record for record in done if isinstance(record, EvaluationRecord)]
     losses = {
-        "training loss": [each.loss for each in done if isinstance(each, TrainRecord)],
-        "validation loss": [each.loss for each in evaluated],
+        "training loss": [record.loss for record in done if isinstance(record, TrainRecord)],
+        "validation loss": [record.loss for record in evaluated],
     }
     if isinstance(weights, AveragedWeights):  # the other losses are of the weights that are not exported
-        losses = {"validation loss": [each.average_loss for each in evaluated if each.average_loss is not None]}
+        losses = {"validation loss": [record.average_loss for record in evaluated if record.average_loss is not None]}
     for what, values in losses.items():
         if values:
             yield what, f"{values[-1]:.4f} {config.preference.loss_unit}"

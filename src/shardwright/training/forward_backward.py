@@ -138,8 +138,8 @@ class ForwardBackward:
         factors_K = (weight / n_targets_K.to(torch.float64)).unbind()
 
         def losses(logits: Sequence[Tensor], targets_PBT: Tensor) -> Tensor:
-            each = zip(logits[1:], targets_PBT[1:], factors_K, strict=True)
-            ahead_K = [self.loss_sum(logits_BTV, targets_BT, part) * part for logits_BTV, targets_BT, part in each]
+            modules = zip(logits[1:], targets_PBT[1:], factors_K, strict=True)
+            ahead_K = [self.loss_sum(logits_BTV, targets_BT, part) * part for logits_BTV, targets_BT, part in modules]
             return torch.stack([loss(logits[0], targets_PBT[0]), torch.stack(ahead_K).sum()])
 
         return losses
@@ -198,7 +198,7 @@ class ForwardBackward:
         """Return the micro-batches on this rank's device, with this rank's cp part of tokens and targets, and with
         random keys if the model draws random numbers. `step` is None in evaluation."""
         if batch.documents_AB is not None:
-            return self._of_documents(batch, batch.documents_AB, step)
+            return self._document_microbatches(batch, batch.documents_AB, step)
         ahead_AKBT, targets_ABT = self._ahead(batch)
         tokens_ABT, n_tokens = batch.tokens_ABT, batch.tokens_ABT.shape[-1]
         weights_ABT = batch.weights_ABT
@@ -224,9 +224,9 @@ class ForwardBackward:
             )
         ]
 
-    def _of_documents(self, batch: Batch, documents_AB: DocumentsAB, step: int | None) -> list[Microbatch]:
+    def _document_microbatches(self, batch: Batch, documents_AB: DocumentsAB, step: int | None) -> list[Microbatch]:
         """Return micro-batches as `_microbatches`, for sequences with documents, each with its own sharding over cp."""
-        found = []
+        microbatches = []
         ahead_AKBT, targets_ABT = self._ahead(batch)
         real_A = self._real_tokens(batch, training=step is not None)
         for i, (tokens_BT, targets_BT, ids_B, lengths) in enumerate(
@@ -234,7 +234,7 @@ class ForwardBackward:
         ):
             held_BT = self.model.positions_of_documents(lengths)
             within_BT = self._on_device(restarted(lengths).gather(1, held_BT)) if self.restart_positions else None
-            found.append(
+            microbatches.append(
                 Microbatch(
                     self._on_device(tokens_BT.gather(1, held_BT)),
                     self._on_device(_taken(targets_BT, held_BT)),
@@ -248,7 +248,7 @@ class ForwardBackward:
                     else self._pairs(lengths, targets_BT, held_BT, batch.references_AB[i]),
                 )
             )
-        return found
+        return microbatches
 
     def _replayed(self, batch: Batch, microbatches: slice = slice(None)) -> AbstractContextManager[None]:
         """Replay the batch's choices of experts, if it has any, in the passes of some micro-batches."""
@@ -326,8 +326,8 @@ class ForwardBackward:
         n_modules = self.model.spec.mtp_modules if self.pair_loss is None else len(METRICS)
         losses = self._pair_sums if self.pair_loss is not None else self._ahead_sums if n_modules else self.loss_sum
         sums = torch.zeros(2, 1 + n_modules, dtype=torch.float64, device=self.device)
-        each = (microbatch for batch in batches for microbatch in self._microbatches(batch, None))
-        while microbatches := list(islice(each, EVALUATED_TOGETHER)):
+        remaining = (microbatch for batch in batches for microbatch in self._microbatches(batch, None))
+        while microbatches := list(islice(remaining, EVALUATED_TOGETHER)):
             sums[0] += self.model.runner.evaluate(microbatches, losses)
             if self.model.counts_targets:
                 counts = [self._n_losses(microbatch) for microbatch in microbatches]
@@ -355,8 +355,8 @@ class ForwardBackward:
         assert self.pair_loss is not None
         self.model.train(False)
         results: list[Tensor] = []
-        each = (microbatch for batch in batches for microbatch in self._microbatches(batch, None))
-        while microbatches := list(islice(each, EVALUATED_TOGETHER)):
+        remaining = (microbatch for batch in batches for microbatch in self._microbatches(batch, None))
+        while microbatches := list(islice(remaining, EVALUATED_TOGETHER)):
             sums: list[Tensor] = []
 
             def collect(logits: Tensor, *targets: Any, sums: list[Tensor] = sums) -> Tensor:
@@ -380,7 +380,7 @@ class ForwardBackward:
         self.model.train(False)
         microbatches, parts = self._microbatches(batch, None), list[Tensor]()
         if self.model.spec.mtp_modules:  # only the next token is scored
-            microbatches = [each._replace(ahead_KBT=None, targets_BT=each.targets_BT[0]) for each in microbatches]
+            microbatches = [micro._replace(ahead_KBT=None, targets_BT=micro.targets_BT[0]) for micro in microbatches]
 
         def collect(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
             if is_batch_invariant():  # the same function as in generation
@@ -411,4 +411,4 @@ class ForwardBackward:
         return values_N.view_as(targets_BT) * counted_BT
 
     def _ahead_sums(self, logits: Sequence[Tensor], targets_PBT: Tensor) -> Tensor:
-        return torch.stack([self.loss_sum(*each) for each in zip(logits, targets_PBT, strict=True)])
+        return torch.stack([self.loss_sum(*inputs) for inputs in zip(logits, targets_PBT, strict=True)])

@@ -33,8 +33,8 @@ class GpuFacts:
 
 def facts_of(device: torch.device) -> GpuFacts:
     """Return the properties of a GPU. Initializes CUDA in this process."""
-    architectures = [re.fullmatch(r"sm_(\d+)(\d)[a-z]?", each) for each in torch.cuda.get_arch_list()]
-    built_for = [(int(each[1]), int(each[2])) for each in architectures if each]
+    architectures = [re.fullmatch(r"sm_(\d+)(\d)[a-z]?", name) for name in torch.cuda.get_arch_list()]
+    built_for = [(int(match[1]), int(match[2])) for match in architectures if match]
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor)

@@ -28,7 +28,7 @@ def header(
     samples."""
     schedule, steps = config.batch.schedule, config.steps - first_step
     tokens = schedule.tokens(config.steps) - schedule.tokens(first_step)
-    told = _sources(config, sources, order, first_sample, first_sample + schedule.samples(first_step, config.steps))
+    lines = _sources(config, sources, order, first_sample, first_sample + schedule.samples(first_step, config.steps))
     taken = f"{steps:,}" if not first_step else f"{steps:,}, from {first_step + 1:,} to {config.steps:,}"
     layout = config.layout.layout()
     recompute = f"; recompute {layout.recompute}" if layout.recomputes else ""
@@ -42,8 +42,8 @@ def header(
             f"batch   {_begins(stage)}{format_count(stage.tokens)} tokens a step: {words}"
             for stage, words in batch_in_words(config)
         ),
-        f"steps   {taken}: {format_count(tokens)} tokens{'' if sources.mixed else f', {told[0]}'}",
-        *(told if sources.mixed else []),
+        f"steps   {taken}: {format_count(tokens)} tokens{'' if sources.mixed else f', {lines[0]}'}",
+        *(lines if sources.mixed else []),
         *(f"note    {remark}" for remark in sources.remarks),
     ]
 
@@ -68,9 +68,9 @@ def _sources(
     ]
     return [
         (f"source  {name}: {share}; " if sources.mixed else "")
-        + f"{now - then:.3g} epochs of the {size} tokens {'' if each.published == LARGEST_N else 'published so far '}"
+        + f"{now - then:.3g} epochs of the {size} tokens {'' if source.published == LARGEST_N else 'published so far '}"
         + f"in {folder}"
-        for name, share, then, now, size, folder, each in zip(
+        for name, share, then, now, size, folder, source in zip(
             sources.names, shares, before, after, sizes, sources.folders, order.orders, strict=True
         )
     ]

@@ -24,41 +24,41 @@ def initial_weights_problems(config: RunConfig) -> list[str]:
         weights = open_weights(config.init.weights)
     except InputError as error:
         return [f"init.weights: {problem}" for problem in error.problems]
-    found = _problems(weights, config.spec(), config.init)
+    problems = _problems(weights, config.spec(), config.init)
     if config.init.optimizer and isinstance(weights, CheckpointWeights) and weights.optimizer is not None:
         kinds = {name.partition("/")[0] for name in weights.optimizer.shapes}
         wanted = config.optimizer.kind.names(rows(config.spec()).values(), config.optimizer.options)
         if kinds != wanted:
-            found.append(
+            problems.append(
                 f"init.optimizer=true: {weights.path} has {', '.join(sorted(kinds))}, and optimizer.name="
                 f"{config.optimizer.name!r} needs {', '.join(sorted(wanted))}; set init.optimizer=false"
             )
-    return found
+    return problems
 
 
 def _problems(weights: Weights, spec: ModelSpec, init: InitSection) -> list[str]:
-    of = f"init.weights={init.weights!r}"
+    setting = f"init.weights={init.weights!r}"
     if weights.spec.lora is not None and spec.lora is None:
-        return [f"{of} has adapters, and this run has none; merge them, or give [lora] too"]
-    given, wanted = (replace(each, lora=None) for each in (weights.spec, spec))
-    if found := contradictions(given, wanted, of):
-        return found
+        return [f"{setting} has adapters, and this run has none; merge them, or give [lora] too"]
+    given, wanted = (replace(model, lora=None) for model in (weights.spec, spec))
+    if problems := contradictions(given, wanted, setting):
+        return problems
     if weights.spec.lora is not None:  # else it is a base, for which the adapters of the run are new
-        found = [f"{of}: {problem}" for problem in adapter_differences(weights.spec.lora, spec)]
-        if found:
-            return found
+        problems = [f"{setting}: {problem}" for problem in adapter_differences(weights.spec.lora, spec)]
+        if problems:
+            return problems
     for name, row in rows(spec).items():
         saved = weights.shapes.get(name)
         if saved is None and row.kind != "balance" and not row.adapter:
-            found.append(f"{of} has no {name}")
+            problems.append(f"{setting} has no {name}")
         elif saved is not None and saved != row.shape:
-            found.append(f"{of}: {name} is {list(saved)}, and this model's {list(row.shape)}")
+            problems.append(f"{setting}: {name} is {list(saved)}, and this model's {list(row.shape)}")
     if init.optimizer and (not isinstance(weights, CheckpointWeights) or weights.optimizer is None):
-        found.append(
+        problems.append(
             f"init.optimizer=true: {weights.path} has no moments of an optimizer, only a checkpoint of a run has; set "
             f"init.optimizer=false"
         )
-    return found
+    return problems
 
 
 @torch.no_grad()
@@ -79,21 +79,21 @@ def begin_with(trainer: Trainer, init: InitSection) -> list[str]:
         moments = weights.optimizer
         stored = stored_state(trainer.optimizer, model.named_parameters.items())
         for name, tensor in named_state(trainer.optimizer, model.named_parameters.items()).items():
-            held, offsets = local_box(tensor)
-            part = moments.read(name, offsets, tuple(held.shape))
+            local, offsets = local_box(tensor)
+            part = moments.read(name, offsets, tuple(local.shape))
             if name in stored:
                 stored[name].write((0,) * part.dim(), part)
             else:
-                held.copy_(part)
+                local.copy_(part)
     model.after_change()
-    return _said(trainer, weights, init)
+    return _report_lines(trainer, weights, init)
 
 
-def _said(trainer: Trainer, weights: Weights, init: InitSection) -> list[str]:
+def _report_lines(trainer: Trainer, weights: Weights, init: InitSection) -> list[str]:
     spec = trainer.model.spec
     types = sorted({weights.dtypes[name] for name in weights.shapes})
-    held = next(iter(trainer.model.named_parameters.values()))
-    dtype = str((held.to_local() if isinstance(held, DTensor) else held).dtype).removeprefix("torch.")
+    parameter = next(iter(trainer.model.named_parameters.values()))
+    dtype = str((parameter.to_local() if isinstance(parameter, DTensor) else parameter).dtype).removeprefix("torch.")
     kept = ", with the moments of the optimizer" if init.optimizer else ""
     absent = [name for name, row in rows(spec).items() if name not in weights.shapes and not row.adapter]
     left_out = {

@@ -26,7 +26,7 @@ def changes_since(folder: Path, now_toml: str, besides: Collection[str] = ()) ->
     after = flat(parse_toml(now_toml))
     allowed = {"checkpoint.resume", *besides}
     keys = [key for key in (before | after) if before.get(key) != after.get(key) and key not in allowed]
-    return [f"{key} {_said(before.get(key))} to {_said(after.get(key))}" for key in keys]
+    return [f"{key} {_in_toml(before.get(key))} to {_in_toml(after.get(key))}" for key in keys]
 
 
 def rate_change(checkpoint: Path, config: RunConfig, step: int) -> str | None:
@@ -37,13 +37,13 @@ def rate_change(checkpoint: Path, config: RunConfig, step: int) -> str | None:
     except (OSError, InputError):
         return None
     then, now = (
-        learning_rate(min(step, each.steps - 1), each.steps, each.optimizer.lr, each.lr_schedule, each.clock)
-        for each in (before, config)
+        learning_rate(min(step, run.steps - 1), run.steps, run.optimizer.lr, run.lr_schedule, run.clock)
+        for run in (before, config)
     )
     return None if math.isclose(then, now) else f"learning rate of step {step + 1}: {now:.3g}, and not {then:.3g}"
 
 
-def _said(value: Any) -> str:
+def _in_toml(value: Any) -> str:
     return "unset" if value is None else as_toml(value)
 
 

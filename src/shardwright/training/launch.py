@@ -53,18 +53,18 @@ def launch(config: RunConfig, log_dir: Path, quiet: bool = False, max_restarts: 
     restarts = Restarts(config, max_restarts)
     workers: list[Worker] = []
     forks.preload("shardwright.training.preload")
-    with _forward_signals(workers) as asked:
+    with _forward_signals(workers) as request:
         while True:
             logs = log_dir / f"restart-{restarts.n_starts}" if restarts.n_starts else log_dir
-            asked.to_grow = False
+            request.to_grow = False
             try:
                 with _file_of_this_user() as store:
-                    stopped = _run(restarts, logs, quiet, workers, asked, store)
-                if not (stopped and asked.to_grow and asked.signal is None):
+                    stopped = _run(restarts, logs, quiet, workers, request, store)
+                if not (stopped and request.to_grow and request.signal is None):
                     return stopped
                 event = restarts.grow(resumable(out, config.checkpoint.local))
             except (WorkerError, CopiesError) as error:
-                if asked.signal is not None:
+                if request.signal is not None:
                     raise
                 event = restarts.after(error, resumable(out, config.checkpoint.local))
             append_event(out, event)
@@ -72,7 +72,7 @@ def launch(config: RunConfig, log_dir: Path, quiet: bool = False, max_restarts: 
 
 
 def _run(
-    restarts: Restarts, log_dir: Path, quiet: bool, workers: list[Worker], asked: _EndSignal, store: Descriptor | str
+    restarts: Restarts, log_dir: Path, quiet: bool, workers: list[Worker], request: _EndSignal, store: Descriptor | str
 ) -> bool:
     """Start the ranks once and wait for their end. The ranks rendezvous in the file `store`. `workers` contains the
     workers while they run."""
@@ -83,32 +83,32 @@ def _run(
     watch.folder.clear()
 
     def watched() -> WorkerError | None:
-        if not asked.to_grow and asked.signal is None and restarts.should_grow() and _has_logged_since(out, began):
-            asked.to_grow = True
+        if not request.to_grow and request.signal is None and restarts.should_grow() and _has_logged_since(out, began):
+            request.to_grow = True
             for worker in workers:
                 os.kill(worker.pid, signal.SIGTERM)
-        found = watch.hang()
-        if found is None:
+        hang = watch.hang()
+        if hang is None:
             return None
-        blamed, told = found
+        blamed, text = hang
         states = watch.states()
         step = states[blamed[0]].step if blamed else max(state.step for state in states.values())
         rank = blamed[0] if len(blamed) == 1 else None
-        append_event(out, EventRecord("hang", step, told, rank))
-        return WorkerError(told).of_rank(rank)
+        append_event(out, EventRecord("hang", step, text, rank))
+        return WorkerError(text).of_rank(rank)
 
     with cleaning_up(lambda: processes.end(workers), workers.clear, watch.folder.clear):
         try:
             _start(workers, attempt.places, log_dir, store)
         except (EOFError, ConnectionError):  # the same signal ended the server, which had just been started
-            if asked.signal is None:
+            if request.signal is None:
                 raise
-        if asked.signal is not None:  # the signal may have come before there were workers to forward it to
+        if request.signal is not None:  # the signal may have come before there were workers to forward it to
             raise KeyboardInterrupt
         for worker in workers:
             worker.send((resolved_toml(config), quiet))
         try:
-            stopped = processes.results(workers, is_asked=lambda: asked.signal is not None, watched=watched)
+            stopped = processes.results(workers, is_asked=lambda: request.signal is not None, watched=watched)
         except WorkerError as error:
             raise _with_place(error, out, watch) from None
         for worker in workers:
@@ -178,13 +178,13 @@ def _file_of_this_user() -> Iterator[Descriptor | str]:
 
 @contextmanager
 def _forward_signals(workers: list[Worker]) -> Iterator[_EndSignal]:
-    asked = _EndSignal()
+    request = _EndSignal()
 
     def forward(number: int, frame: FrameType | None) -> None:
-        if asked.signal is not None and number == signal.SIGINT:
+        if request.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if asked.signal is None:
-            asked.signal = number
+        if request.signal is None:
+            request.signal = number
             name = signal.Signals(number).name
             print(
                 f"{name}: finishing the step and saving; Ctrl-C to leave at once, unsaved",
@@ -196,4 +196,4 @@ def _forward_signals(workers: list[Worker]) -> Iterator[_EndSignal]:
                 os.kill(worker.pid, number)
 
     with on_signals(forward, last=True):
-        yield asked
+        yield request

@@ -140,7 +140,7 @@ class StopRequest:
     it is known one step later."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         self._flag = torch.zeros((), dtype=torch.int64)
         self._work: dist.Work | None = None
 
@@ -150,7 +150,7 @@ class StopRequest:
         if self._work is not None:
             self._work.wait()
         answer = bool(self._flag)
-        self._flag = torch.tensor(int(self.asked))
+        self._flag = torch.tensor(int(self.requested))
         self._work = dist.all_reduce(self._flag, async_op=True)
         return answer
 
@@ -174,7 +174,7 @@ class StopRequest:
             if number == signal.SIGINT and time.monotonic() > asked_s + SAME_KEYPRESS_S:
                 raise KeyboardInterrupt
             asked_s = min(asked_s, time.monotonic())
-            self.asked = True
+            self.requested = True
 
         with on_signals(ask, last=True):
             yield self

@@ -37,7 +37,7 @@ class MergedWeights:
         first = sources[0]
         self.sources, self.shares = sources, shares
         self.path, self.spec, self.shapes, self.dtypes = first.path, first.spec, first.shapes, first.dtypes
-        self.left_out = {name: reason for each in sources for name, reason in each.left_out.items()}
+        self.left_out = {name: reason for source in sources for name, reason in source.left_out.items()}
 
     def read(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Return a box of the mean of a parameter. Raises as the sources do."""
@@ -74,7 +74,7 @@ def merge(
     if len(paths) < 2:
         raise InputError(f"{len(paths)} checkpoint to merge; name two or more, or a run with --last N")
     opened = [open_weights(path) for path in paths]
-    if adapted := [str(each.path) for each in opened if each.spec.lora is not None]:
+    if adapted := [str(weights.path) for weights in opened if weights.spec.lora is not None]:
         raise InputError(f"adapters have no mean: {', '.join(adapted)}; export each with --merge first")
     given = [1 / len(paths)] * len(paths) if shares is None else list(shares)
     if problems := [*_share_problems(given, len(paths)), *_misfits(opened)]:
@@ -83,9 +83,9 @@ def merge(
     remarks: list[str] = []
 
     def add_tokenizer(folder: Path) -> dict[str, int | list[int]]:
-        with_tokenizer = (each.path for each in opened if tokenizer_file(each.path) is not None)
-        said, ids = write_tokenizer(next(with_tokenizer, merged.path), folder, None, merged.spec.max_seq_len)
-        remarks.extend(said)
+        with_tokenizer = (weights.path for weights in opened if tokenizer_file(weights.path) is not None)
+        notes, ids = write_tokenizer(next(with_tokenizer, merged.path), folder, None, merged.spec.max_seq_len)
+        remarks.extend(notes)
         return ids
 
     names = " ".join(map(str, sources)) + ("" if last is None else f" --last {last}")
@@ -121,7 +121,7 @@ def _misfits(opened: Sequence[Weights]) -> Iterator[str]:
     first = opened[0]
     ours = tokenizer_file(first.path)
     for other in opened[1:]:
-        changed = [f"{key}={there!r} and {here!r}" for key, here, there in differences(first.spec, other.spec)]
+        changed = [f"{key}={theirs!r} and {wanted!r}" for key, wanted, theirs in differences(first.spec, other.spec)]
         if changed:
             yield f"{other.path} is of another model than {first.path}: {', '.join(changed)}"
         elif first.shapes != other.shapes:

@@ -191,7 +191,7 @@ class Evaluate(Hook):
             more["most_similar_experts"] = [(int(first), int(second)) for _, first, second in layers]
         self.log.write(EvaluationRecord(step, loss, now(), losses if sources.mixed else None, **more))
 
-    def _goes_on(self, batch: Batch) -> bool:
+    def _continues(self, batch: Batch) -> bool:
         """Return whether the evaluation continues with a batch, equal on every rank, which all have as many."""
         self._stopped = self._stopped or self.asked_to_stop()
         return not self._stopped
@@ -204,7 +204,7 @@ class Evaluate(Hook):
         for name, samples in self.samples.sources.validation.items():
             batches = self.samples.evaluation_batches(samples)
             sums, counts = self.trainer.evaluation_sums(
-                takewhile(self._goes_on, batches) if may_stop else batches
+                takewhile(self._continues, batches) if may_stop else batches
             ).tolist()
             if may_stop and self._stopped:
                 return None
@@ -215,7 +215,7 @@ class Evaluate(Hook):
     def _mixed(self, step: int, means: Mapping[str, list[float]]) -> list[float]:
         """Return the mean of each number over the sources, weighted as the run mixes them at `step`."""
         places = range(len(next(iter(means.values()))))
-        return [self.samples.sources.mean(step, {name: of[at] for name, of in means.items()}) for at in places]
+        return [self.samples.sources.mean(step, {name: values[at] for name, values in means.items()}) for at in places]
 
 
 def step_spans(step: int, spans: Iterable[tuple[str, float, float]], rank: int = 0) -> list[StepSpan]:

@@ -42,13 +42,13 @@ class OptimizerOnShards(Optimizer):
         for bucket in self._buckets():
             shards = [[_shard_of(parameter, self.state) for parameter in members] for _, members in bucket]
             whole = [group["params"] for group, _ in bucket]
-            for (group, _), held in zip(bucket, shards, strict=True):
-                group["params"] = held
+            for (group, _), local in zip(bucket, shards, strict=True):
+                group["params"] = local
             self._of_shards.param_groups = [group for group, _ in bucket]
             self._of_shards.step()
-            for (group, members), held, every in zip(bucket, shards, whole, strict=True):
+            for (group, members), local, every in zip(bucket, shards, whole, strict=True):
                 group["params"] = every
-                for parameter, shard in zip(members, held, strict=True):
+                for parameter, shard in zip(members, local, strict=True):
                     _keep_state(parameter, shard, self.state)
 
     def _buckets(self) -> Iterator[Members]:
@@ -58,7 +58,7 @@ class OptimizerOnShards(Optimizer):
             yield [(group, group["params"]) for group in groups]
             return
         for group in groups:
-            for members in in_groups(group["params"], lambda each: local_part(each).nbytes, BUCKET_BYTES):
+            for members in in_groups(group["params"], lambda member: local_part(member).nbytes, BUCKET_BYTES):
                 yield [(group, members)]
 
 

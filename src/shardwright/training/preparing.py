@@ -42,8 +42,8 @@ def preparing(config: RunConfig, starts: bool, say: Callable[[str], None]) -> It
             for number, source in enumerate(sources_of(config.data))
             if source.prepare
         ]
-        for each in running:
-            each.wait_for_shard(say, config.data.wait_s)
+        for prepare in running:
+            prepare.wait_for_shard(say, config.data.wait_s)
         yield
 
 

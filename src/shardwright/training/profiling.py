@@ -159,7 +159,7 @@ def _ahead_ns(everyone: Sequence[tuple[str, list[int]]], host: str) -> int:
     if host == first_host:
         return 0
     of_host = [readings for name, readings in everyone if name == host]
-    return round(median(there - here for readings in of_host for there, here in zip(readings, first, strict=True)))
+    return round(median(own - base for readings in of_host for own, base in zip(readings, first, strict=True)))
 
 
 def write_snapshot(out: Path, rank: int) -> None:

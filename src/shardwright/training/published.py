@@ -21,13 +21,13 @@ class PublishedSamples:
     def __init__(
         self,
         samples: RunSamples,
-        asked: Callable[[], bool],
+        should_stop: Callable[[], bool],
         say: Callable[[str], None],
         each_look: Callable[[], None] = lambda: None,
     ) -> None:
-        """`asked`: whether a signal asked this rank to stop. `say`: prints a remark. `each_look`: called after the
-        manifests were read."""
-        self.samples, self._asked, self._say, self._each_look = samples, asked, say, each_look
+        """`should_stop`: whether a signal asked this rank to stop. `say`: prints a remark. `each_look`: called after
+        the manifests were read."""
+        self.samples, self._should_stop, self._say, self._each_look = samples, should_stop, say, each_look
         self.shortage: str | None = None
         """Why the run ends before its last step, if it waited in vain."""
         self.way_out = "continue `data prepare`"
@@ -45,15 +45,15 @@ class PublishedSamples:
         needed, ahead = batches.end_of(1), batches.end_of(1 + data.prefetch)
         since_s, waits = time.monotonic(), False
         while not order.is_within(ahead, self._agreed):
-            for each in order.orders:
-                each.grow()
+            for source_order in order.orders:
+                source_order.grow()
             self._each_look()
             late = time.monotonic() - since_s >= data.wait_s
             failure = self._deleted(needed) or prepare_failure(Path(self.samples.config.out))
-            ends = [-int(self._asked()), -int(failure is not None), int(late)]
-            here = torch.tensor([*(each.published for each in order.orders), *ends])
-            dist.all_reduce(here, dist.ReduceOp.MIN)
-            *agreed, asked, failed, late = here.tolist()
+            ends = [-int(self._should_stop()), -int(failure is not None), int(late)]
+            numbers = torch.tensor([*(source_order.published for source_order in order.orders), *ends])
+            dist.all_reduce(numbers, dist.ReduceOp.MIN)
+            *agreed, stops, failed, late = numbers.tolist()
             if agreed != self._agreed:
                 self._agreed, since_s = agreed, time.monotonic()
             elif (failed or late) and not order.is_within(needed, self._agreed):
@@ -62,7 +62,7 @@ class PublishedSamples:
                 return False
             if order.is_within(needed, self._agreed):
                 return True
-            if asked:
+            if stops:
                 return False
             if not waits:
                 self._say(f"waiting: {self._missing(needed)}")

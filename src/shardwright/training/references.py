@@ -58,7 +58,7 @@ def run_references(
         values = read_references(path, fingerprint, start.reference, splits, start.step)
         return RunReferences(sources, values, start.reference)
     digest = weights_digest(work.model)
-    values = {name: reference_log_probs(config, work, each, phases) for name, each in splits.items()}
+    values = {name: reference_log_probs(config, work, split, phases) for name, split in splits.items()}
     if dist.get_rank() == 0:
         write_whole(path, save(values, {"fingerprint": fingerprint, "weights": digest}))
     n_answers = sum(map(len, values.values()))
@@ -96,12 +96,12 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def _values_of(piece: TensorPiece, tensors: Mapping[str, Tensor], row: Row) -> Iterator[Tensor]:
     """Yield the elements of a piece, some at a time; of a quantised matrix, whose bytes differ between layouts, the
     values that they stand for."""
-    held = piece.view(tensors)
+    tensor = piece.view(tensors)
     if not row.stored:
-        yield from held.flatten().split(_DIGESTED_TOGETHER)
+        yield from tensor.flatten().split(_DIGESTED_TOGETHER)
         return
-    stored = stored_row(row, held, piece.offsets, tuple(tensors[piece.name].shape))
-    for some in held.flatten(0, -2).split(max(1, _DIGESTED_TOGETHER // row.shape[-1])):
+    stored = stored_row(row, tensor, piece.offsets, tuple(tensors[piece.name].shape))
+    for some in tensor.flatten(0, -2).split(max(1, _DIGESTED_TOGETHER // row.shape[-1])):
         yield decode(some, stored, torch.float32).flatten()
 
 

@@ -95,9 +95,9 @@ def newest_first(
     appended to `remarks`. Raises CheckpointError if OUT has no checkpoint and the durable copies cannot be listed."""
     first = dist.get_rank() == 0
     # On a network file system, ranks may see different listings, so all ranks use rank 0's.
-    here: list[Path] = gathered(store.published() if first else [], list[Path])[0]
-    paths = {step_of(path): path for path in here}
-    offered = [(step, IN_OUT) for step in paths] + [(step, DURABLE) for step in _copies(durable, here, remarks)]
+    published: list[Path] = gathered(store.published() if first else [], list[Path])[0]
+    paths = {step_of(path): path for path in published}
+    offered = [(step, IN_OUT) for step in paths] + [(step, DURABLE) for step in _copies(durable, published, remarks)]
     offered += [(step, LOCAL) for step in local.steps(remarks)] if local is not None else []
     for step, where in sorted(offered, reverse=True):
         if where == IN_OUT:
@@ -125,7 +125,7 @@ def fetched(durable: DurableFolder, step: int, store: CheckpointStore) -> Path:
     return store.path_of(step)
 
 
-def _copies(durable: DurableFolder | None, here: Sequence[Path], remarks: list[str]) -> list[int]:
+def _copies(durable: DurableFolder | None, published: Sequence[Path], remarks: list[str]) -> list[int]:
     """Return the steps of the durable copies."""
     if durable is None:
         return []
@@ -134,20 +134,20 @@ def _copies(durable: DurableFolder | None, here: Sequence[Path], remarks: list[s
         try:
             return durable.steps()
         except CheckpointError as error:
-            if not here:
+            if not published:
                 raise
             remarks.append(f"the durable copies cannot be listed, and are passed over: {error}")
             return []
 
-    found: list[int] = from_first(listed, list[int])
-    return found
+    steps: list[int] = from_first(listed, list[int])
+    return steps
 
 
 def from_first(ask: Callable[[], Any], kind: Any) -> Any:
     """Return rank 0's result of `ask`, of type `kind`, on every rank. An error on rank 0 is raised on every rank."""
-    found: list[Any] = []
-    together(lambda: found.append(ask()), _failed, rank=0)
-    return gathered(found[0] if found else None, kind | None)[0]
+    results: list[Any] = []
+    together(lambda: results.append(ask()), _failed, rank=0)
+    return gathered(results[0] if results else None, kind | None)[0]
 
 
 def _failed(error: Exception) -> CheckpointError:

@@ -61,14 +61,14 @@ def run(config: RunConfig, place: ProcessRank, quiet: bool = False) -> bool:
     record_collectives()
     owned = sole_owner(Path(config.out)) if place.rank == 0 else nullcontext()
     with owned, process_group(place, device):
-        config, said = settle(config, device)
+        config, remark = settle(config, device)
         layout = config.layout.layout()
         after_s = config.faults.hang_after
         with (
             memory_errors_explained(config, place.rank, for_less_memory(config)),
             monitored(Path(config.out), place.rank, layout, device, after_s) as monitor,
         ):
-            return _run(config, place, device, quiet, monitor, [said] if said else [])
+            return _run(config, place, device, quiet, monitor, [remark] if remark else [])
 
 
 def _run(
@@ -108,7 +108,7 @@ def _run(
     trained = TrainedShards(config, samples, checkpoints.store, place.rank)
     hooks = build_hooks(config, place, device, trainer, samples, log, clock, phases, saving, stop.everyone)
     hooks = [*hooks, *([trained] if trained.places else [])]
-    published = PublishedSamples(samples, lambda: stop.asked, log.say, trained.tell)
+    published = PublishedSamples(samples, lambda: stop.requested, log.say, trained.tell)
     loop = TrainLoop(config, trainer, hooks, samples.batches, phases, stop.everyone, published.wait)
     with log.screen, stop.listening():
         _report_start(config, start, checkpoints, log)

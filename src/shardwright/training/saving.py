@@ -143,11 +143,11 @@ class SaveCheckpoints(Hook):
             self.log.write(saved)
             if saved.local:  # too frequent to log each
                 continue
-            told = f"saved {path}: steps waited {format_seconds(saved.blocked_s)} for {format_bytes(saved.n_bytes)}"
+            text = f"saved {path}: steps waited {format_seconds(saved.blocked_s)} for {format_bytes(saved.n_bytes)}"
             if self._saver.asynchronous:
-                told += f", written beside them in {format_seconds(saved.took_s)}"
-                self.log.say(told)
-            self.log.event("save", saved.step, told)
+                text += f", written beside them in {format_seconds(saved.took_s)}"
+                self.log.say(text)
+            self.log.event("save", saved.step, text)
         for copied in [] if self._copier is None else self._copier.news():
             self.log.tell("save", copied.step, f"copied to {copied.url} in {format_seconds(copied.took_s)}")
 
@@ -160,5 +160,5 @@ class SaveCheckpoints(Hook):
                 raise SaveError(*error.problems) from None
             last = self.store.published()
             rest = f"the last good one is {last[-1]}" if last else "none has been written yet"
-            told = f"the checkpoint after step {step} is not {done}: {error}; the run goes on, {rest}"
-            self.log.tell("fault", step, told)
+            text = f"the checkpoint after step {step} is not {done}: {error}; the run goes on, {rest}"
+            self.log.tell("fault", step, text)

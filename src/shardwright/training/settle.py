@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.config import RunConfig, load_kept, resolved_toml
-from shardwright.config.settle import job_of, needs_memory, of_fullest_stage, settled, with_recomputation
+from shardwright.config.settle import fullest_stage_config, job_of, needs_memory, settled, with_recomputation
 from shardwright.cost.host import host_bytes, uses_host
 from shardwright.cost.job import Candidates
 from shardwright.parallel.objects import gathered
@@ -35,18 +35,18 @@ def settle(config: RunConfig, device: torch.device, ranks_here: int | None = Non
     if ranks_here is None:
         before = gathered(before, tuple[str, int | None] | None)[0]  # the ranks may not see the same folder yet
     if before is not None:
-        found = with_recomputation(config, *before)
-        return found, f"recompute auto: as the run began, {before[0]}"
+        result = with_recomputation(config, *before)
+        return result, f"recompute auto: as the run began, {before[0]}"
     least_bytes = memory_of(device, ranks_here) if ranks_here else _least(device)
-    found, chosen = settled(config, least_bytes)
-    return found, f"recompute auto: {chosen} of a rank"
+    result, chosen = settled(config, least_bytes)
+    return result, f"recompute auto: {chosen} of a rank"
 
 
 def _least(device: torch.device) -> float:
     """Return the smallest memory of all ranks in bytes, equal on every rank."""
     hosts = gathered(socket.gethostname(), str)
-    mine = memory_of(device, hosts.count(socket.gethostname()))
-    least = torch.tensor(mine, dtype=torch.float64, device=device)
+    local_bytes = memory_of(device, hosts.count(socket.gethostname()))
+    least = torch.tensor(local_bytes, dtype=torch.float64, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
     return least.item()
 
@@ -84,22 +84,22 @@ def require_host_memory(config: RunConfig) -> None:
     if config.precision.compute == "fp64":
         return  # the plan has no formulas for this run
     pp_rank = layout.coordinates(dist.get_rank())["pp"]
-    fullest = of_fullest_stage(config)
+    fullest = fullest_stage_config(config)
     parts = host_bytes(job_of(fullest), Candidates.from_layout(layout, fullest.batch.micro_batch), pp_rank)
-    mine = {name: float(n_bytes[0]) for name, n_bytes in parts.items()}
-    everyone = gathered((socket.gethostname(), machine_memory(), mine), tuple[str, UsableMemory, dict[str, float]])
+    own_bytes = {name: float(n_bytes[0]) for name, n_bytes in parts.items()}
+    everyone = gathered((socket.gethostname(), machine_memory(), own_bytes), tuple[str, UsableMemory, dict[str, float]])
     problems = []
     for host in dict.fromkeys(name for name, _, _ in everyone):
-        ranks = [(there, parts) for name, there, parts in everyone if name == host]
-        there, needed = min(each for each, _ in ranks), sum(sum(parts.values()) for _, parts in ranks)
-        if needed > there.n_bytes:
-            problems.append(_problem(host, [parts for _, parts in ranks], there))
+        ranks = [(memory, parts) for name, memory, parts in everyone if name == host]
+        memory, needed = min(usable for usable, _ in ranks), sum(sum(parts.values()) for _, parts in ranks)
+        if needed > memory.n_bytes:
+            problems.append(_problem(host, [parts for _, parts in ranks], memory))
     if problems:
         raise InputError(*problems)
 
 
-def _problem(host: str, ranks: list[dict[str, float]], there: UsableMemory) -> str:
-    sums = {name: sum(each[name] for each in ranks) for name in ranks[0]}
+def _problem(host: str, ranks: list[dict[str, float]], memory: UsableMemory) -> str:
+    sums = {name: sum(rank_parts[name] for rank_parts in ranks) for name in ranks[0]}
     parts = " + ".join(f"{format_bytes(n_bytes)} of {name}" for name, n_bytes in sums.items())
     keys = {
         "optimizer states": "layout.offload_optimizer='none' or 'disk'",
@@ -110,5 +110,5 @@ def _problem(host: str, ranks: list[dict[str, float]], there: UsableMemory) -> s
     ways = "; ".join(way for name, way in keys.items() if name in sums)
     return (
         f"layout.offload_...='cpu': {len(ranks)} ranks on {host} need {parts} = {format_bytes(sum(sums.values()))} in "
-        f"the memory of the host, and the machine {there}; set {ways}; or shard over more machines"
+        f"the memory of the host, and the machine {memory}; set {ways}; or shard over more machines"
     )

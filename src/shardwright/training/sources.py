@@ -38,27 +38,27 @@ from shardwright.training.hooks import RunStart
 
 def readable_sources(data: DataSection) -> dict[Path, DataManifest]:
     """Return the existing folders of a run's sources, in order, with their manifests."""
-    found = {}
+    manifests = {}
     for source in sources_of(data):
         with suppress(DataError):
             folder = data_folder(source.path, data.token_cache)
-            found[folder] = DataManifest.read(folder, check_files=False)
-    return found
+            manifests[folder] = DataManifest.read(folder, check_files=False)
+    return manifests
 
 
 def ends_of_text(data: DataSection) -> list[int]:
     """Return the ids of tokens that end a text: the separators, then the ends of conversations' answers."""
     manifests = readable_sources(data).values()
-    answers = [each.answer_end_id for each in manifests if each.answer_end_id is not None]
-    return list(dict.fromkeys([*(each.separator_id for each in manifests), *answers]))
+    answers = [manifest.answer_end_id for manifest in manifests if manifest.answer_end_id is not None]
+    return list(dict.fromkeys([*(manifest.separator_id for manifest in manifests), *answers]))
 
 
 def weighted_mean(mixtures: Sequence[Mixture], names: Sequence[str], step: int, values: Mapping[str, float]) -> float:
     """Return a weighted mean, as `Sources.mean`."""
-    weights = [each for each in mixtures if each.from_step < max(step, 1)][-1].weights
-    of = {name: weight for name, weight in zip(names, weights, strict=True) if name in values}
-    of = of if any(of.values()) else dict.fromkeys(values, 1)
-    return sum(weight * values[name] for name, weight in of.items() if weight) / sum(of.values())
+    weights = [mixture for mixture in mixtures if mixture.from_step < max(step, 1)][-1].weights
+    shares = {name: weight for name, weight in zip(names, weights, strict=True) if name in values}
+    shares = shares if any(shares.values()) else dict.fromkeys(values, 1)
+    return sum(weight * values[name] for name, weight in shares.items() if weight) / sum(shares.values())
 
 
 class Sources:
@@ -85,7 +85,7 @@ class Sources:
         """By number of tokens, the samples of `train` cut into sequences of a stage of the batch."""
         for stage in self.schedule.stages:
             if stage.seq_len not in self.by_length:
-                cut = [samples_of(each.split, config.data, stage.seq_len) for each in opened["train"]]
+                cut = [samples_of(source.split, config.data, stage.seq_len) for source in opened["train"]]
                 sizes = [size * self.schedule.cuts(stage) for size in self.train.sizes]
                 self.by_length[stage.seq_len] = MixedSamples(cut, sizes)
         self.validation = dict(zip(self.names, opened["validation"], strict=False))
@@ -157,7 +157,7 @@ class Sources:
         `from_sample`."""
         if self.by_shards:
             sources = [
-                record_of_shards(name, each.split.manifest) for name, each in zip(self.names, self._opened, strict=True)
+                record_of_shards(name, part.split.manifest) for name, part in zip(self.names, self._opened, strict=True)
             ]
         else:
             sources = [
@@ -171,11 +171,11 @@ class Sources:
                 "sources": sources,
                 "stages": [
                     StageRecord(
-                        from_step=each.from_step,
-                        from_sample=each.from_sample if isinstance(each, MixtureStage) else 0,
-                        weights=list(each.weights),
+                        from_step=stage.from_step,
+                        from_sample=stage.from_sample if isinstance(stage, MixtureStage) else 0,
+                        weights=list(stage.weights),
                     )
-                    for each in stages
+                    for stage in stages
                 ],
             },
         }
@@ -219,12 +219,12 @@ class RunReferences:
     def train(self, i: int) -> Sequence[float]:
         """Return the log-probability of each answer of training sample i, over all sources."""
         source, inside = self.sources.train.located(i)
-        [number] = [n for n, each in enumerate(self.sources.train.sources) if each is source]
+        [number] = [n for n, candidate in enumerate(self.sources.train.sources) if candidate is source]
         return self._values(f"train/{number}", source, inside)
 
     def validation(self, samples: Samples, i: int) -> Sequence[float]:
         """Return the log-probability of each answer of validation sample i of a source."""
-        [number] = [n for n, each in enumerate(self.sources.validation.values()) if each is samples]
+        [number] = [n for n, candidate in enumerate(self.sources.validation.values()) if candidate is samples]
         return self._values(f"validation/{number}", samples, i)
 
     def _values(self, name: str, samples: Samples, i: int) -> Sequence[float]:
@@ -328,38 +328,38 @@ class RunSamples:
 def past_stages(manifest: CheckpointManifest) -> list[MixtureStage]:
     """Return the stages that had started when a checkpoint was saved."""
     stages = manifest.data["mixture"]["stages"] if manifest.data is not None else []
-    return [MixtureStage(each["from_step"], each["from_sample"], tuple(each["weights"])) for each in stages]
+    return [MixtureStage(stage["from_step"], stage["from_sample"], tuple(stage["weights"])) for stage in stages]
 
 
-def past_problems(saved: MixtureRecord, here: MixtureRecord, step: int) -> list[str]:
-    """Return the reasons why a run with the sources and stages `here` cannot continue from a checkpoint after `step`
+def past_problems(saved: MixtureRecord, current: MixtureRecord, step: int) -> list[str]:
+    """Return the reasons why a run with the sources and stages `current` cannot continue from a checkpoint after `step`
     steps with `saved`. Later stages may be added; the sources and stages already trained on may not change."""
-    before, now = saved["stages"], [each for each in here["stages"] if each["from_step"] < step]
+    before, now = saved["stages"], [stage for stage in current["stages"] if stage["from_step"] < step]
     way_out = (
         f"what was trained cannot change; give it as it was, and other weights in a stage with from_step >= {step}"
     )
-    found = [
+    problems = [
         f"it was trained with {_weights(was, saved)} from step {was['from_step']} on, and this run file has "
-        f"{_weights(given, here) if given else 'no such stage'}; {way_out}"
+        f"{_weights(given, current) if given else 'no such stage'}; {way_out}"
         for was, given in zip(before, _matched(before, now), strict=True)
         if given is None or _trimmed(was["weights"]) != _trimmed(given["weights"])
     ]
-    found += [
-        f"this run file has a stage from step {each['from_step']} on, and the {step} steps that are done were trained "
+    problems += [
+        f"this run file has a stage from step {stage['from_step']} on, and the {step} steps that are done were trained "
         f"without it; {way_out}"
-        for each in now
-        if each["from_step"] not in {was["from_step"] for was in before}
+        for stage in now
+        if stage["from_step"] not in {was["from_step"] for was in before}
     ]
     used = max((len(_trimmed(stage["weights"])) for stage in before), default=0)
     for place in range(used):
-        was, given = saved["sources"][place], here["sources"][place] if place < len(here["sources"]) else None
+        was, given = saved["sources"][place], current["sources"][place] if place < len(current["sources"]) else None
         if given is None or not same_tokens(was, given):
             stands = "there is none" if given is None else f"{given['name']!r} ({_tokens(given)}) stands"
-            found.append(
+            problems.append(
                 f"source {place + 1} was {was['name']!r} with tokens of fingerprint {_tokens(was)}, and "
                 f"{stands} there now; keep the sources that were trained on in their order, and append new ones"
             )
-    return found
+    return problems
 
 
 def _tokens(record: SourceRecord) -> str:
@@ -370,7 +370,7 @@ def _tokens(record: SourceRecord) -> str:
 
 def _matched(before: list[StageRecord], now: list[StageRecord]) -> list[StageRecord | None]:
     """Return, for each stage of a checkpoint, this run's stage that starts at the same step, or None."""
-    by_step = {each["from_step"]: each for each in now}
+    by_step = {stage["from_step"]: stage for stage in now}
     return [by_step.get(was["from_step"]) for was in before]
 
 

@@ -19,7 +19,7 @@ from shardwright.data.shards import source_folders
 from shardwright.model.modules import rows
 from shardwright.report.headline import headline
 from shardwright.report.run_record import read_run
-from shardwright.runs.folder import CHECKPOINTS, LOGS, METRICS, checkpoint_name, published, resumable, wrong_kinds
+from shardwright.runs.folder import CHECKPOINTS, LOGS, METRICS, checkpoint_name, misplaced_entries, published, resumable
 from shardwright.runs.records import EvaluationRecord, TrainRecord, read_metrics
 from shardwright.system.console import LossyStream, visible
 from shardwright.system.errors import (
@@ -100,7 +100,7 @@ def start(config: RunConfig, quiet: bool = False, max_restarts: int = 0) -> RunE
         if in_training and (place is None or place.rank == 0) and not isinstance(error, KeyboardInterrupt):
             record_failure(config)
         if place is not None and place.world_size > 1:
-            raise _of_one_rank(error, place, in_training) from None
+            raise _as_printed_of_ranks(error, place, in_training) from None
         if isinstance(error, ShardwrightError | KeyboardInterrupt):
             raise
         if isinstance(error, OSError) and not in_training:
@@ -117,14 +117,14 @@ def _on_fewer_ranks(config: RunConfig, world_size: int) -> RunConfig:
     assert least is not None
     if not least <= world_size < wanted:
         return config  # correct, or refused later as without min_ranks
-    found = shrunk(config, world_size, world_size)
-    if found is None:
+    smaller = shrunk(config, world_size, world_size)
+    if smaller is None:
         raise LayoutError(
             f"{world_size} processes were started for a layout of {wanted} ranks, and with fewer ranks along dp alone "
             f"none uses all {world_size} of them and trains {config.batch.schedule.global_batches}; start "
             f"another number of them, {least} (faults.min_ranks) to {wanted}"
         )
-    return found
+    return smaller
 
 
 def check_run(
@@ -157,9 +157,9 @@ def _prepare(config: RunConfig, place: ProcessRank | None, max_restarts: int) ->
 def _train(config: RunConfig, place: ProcessRank | None, quiet: bool, max_restarts: int) -> RunEnd:
     out, world_size = Path(config.out), config.layout.layout().world_size
     if place is None and (world_size > 1 or max_restarts):
-        config, said = settle(config, pick_device(config.device, ProcessRank()), ranks_here=world_size)
-        if said and not quiet:
-            print(visible(said), file=LossyStream("stdout"), flush=True)
+        config, remark = settle(config, pick_device(config.device, ProcessRank()), ranks_here=world_size)
+        if remark and not quiet:
+            print(visible(remark), file=LossyStream("stdout"), flush=True)
         try:
             stopped = launch(config, out / LOGS, quiet, max_restarts)
         except (WorkerError, SaveError, *FOUND_BY_ALL) as error:
@@ -179,7 +179,7 @@ def _way_on(config: RunConfig) -> str:
     return f"saved up to {saved[-1]}; go on from it with --resume" if saved else "nothing was saved yet"
 
 
-def _of_one_rank(error: BaseException, place: ProcessRank, in_training: bool) -> BaseException:
+def _as_printed_of_ranks(error: BaseException, place: ProcessRank, in_training: bool) -> BaseException:
     """Convert an error of a rank of torchrun or srun to the form that is printed among other ranks' errors."""
     # Every rank raises these errors identically, so one rank of each machine prints them.
     shared = not in_training or isinstance(error, (CheckpointError, *FOUND_BY_ALL))
@@ -205,14 +205,14 @@ def _of_one_rank(error: BaseException, place: ProcessRank, in_training: bool) ->
         problems = [f"rank {place.rank}: {problem}" for problem in problems]
     if not isinstance(error, ShardwrightError):
         problems[-1] += "\n\n" + formatted(error)
-    _tell_torchrun("\n".join(problems))
+    _report_to_torchrun("\n".join(problems))
     if shared and place.local_rank != 0:
         time.sleep(_LOST_PEER_WAIT_S)  # the launcher ends the other ranks when one exits: let rank 0 print first
         return QuietExit(code)
     return InputError(*problems) if isinstance(error, InputError) else WorkerError(*problems)
 
 
-def _tell_torchrun(text: str) -> None:
+def _report_to_torchrun(text: str) -> None:
     """Write an error to the file that torchrun's final summary reads."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
@@ -242,19 +242,19 @@ def _machine_problems(config: RunConfig) -> list[str]:
     n_trained = spec.n_trained_parameters
     optimizer, state_element = config.optimizer, 2 if config.optimizer.state_dtype == "bf16" else element
     states = 0 if offloads else optimizer.kind.n_bytes(rows(spec).values(), state_element, optimizer.options)
-    held = 2 * element + states / n_trained  # weights, gradients and the optimizer's states
-    held += element * (where == "cpu")  # a second copy of the weights
+    size = 2 * element + states / n_trained  # weights, gradients and the optimizer's states
+    size += element * (where == "cpu")  # a second copy of the weights
     if config.checkpoint.async_mode != "disabled" or config.checkpoint.local is not None:
-        held += element + states / n_trained  # the copies for background writes
-    needed = round((least_state_bytes(config, held) + PROCESS_BYTES) * world_size)
-    there = machine_memory()
-    if needed <= there.n_bytes:
+        size += element + states / n_trained  # the copies for background writes
+    needed = round((least_state_bytes(config, size) + PROCESS_BYTES) * world_size)
+    room = machine_memory()
+    if needed <= room.n_bytes:
         return []
     less = "" if offloads or not config.optimizer.kind.can_offload else ", with layout.offload_optimizer='disk'"
-    of = "a parameter" if spec.lora is None else "a trained parameter, and the frozen base"
+    per = "a parameter" if spec.lora is None else "a trained parameter, and the frozen base"
     return [
         f"{world_size} ranks of a model of {format_count(spec.n_parameters)} parameters need {format_bytes(needed)} or "
-        f"more ({held:.3g} bytes {of}, {format_bytes(PROCESS_BYTES)} a process), and this machine {there} and no GPU "
+        f"more ({size:.3g} bytes {per}, {format_bytes(PROCESS_BYTES)} a process), and this machine {room} and no GPU "
         f"that is used; train it on a cluster with torchrun or srun{less}, or a smaller model here"
     ]
 
@@ -264,13 +264,13 @@ def _batch_problems(config: RunConfig) -> list[str]:
     layout, batch = config.layout.layout(), max(config.batch.schedule.stages, key=lambda stage: stage.tokens)
     sequences, batches = batch.global_batch // layout.data_ranks, config.data.prefetch + 2
     needed = sequences * batch.seq_len * batches * TOKEN_BYTES
-    if needed <= (there := machine_memory()).n_bytes:
+    if needed <= (memory := machine_memory()).n_bytes:
         return []
     large = config.batch.lowered("global_batch", batch.global_batch - 1)
     return [
         f"a rank reads {sequences:,} sequences of seq_len={batch.seq_len:,} tokens for a step and holds "
         f"{batches} such batches (data.prefetch={config.data.prefetch}), with {TOKEN_BYTES} bytes a token "
-        f"{format_bytes(needed)}; this machine {there}; lower {' and '.join(large)}, or raise "
+        f"{format_bytes(needed)}; this machine {memory}; lower {' and '.join(large)}, or raise "
         f"layout.dp_shard or dp_replicate"
     ]
 
@@ -288,15 +288,15 @@ def _check(config: RunConfig, alone: bool, serves: bool, with_data: bool) -> Non
     if with_data and not config.data.other_tokenizer:
         problems += _tokenizer_problems(config)
     out = Path(config.out)
-    problems += (wrong := wrong_kinds(out))
-    saved = [] if wrong else published(out / CHECKPOINTS)
+    problems += (kind_problems := misplaced_entries(out))
+    saved = [] if kind_problems else published(out / CHECKPOINTS)
     problems += _durable_problems(config, saved) if serves else []
     problems += _local_problems(config, saved)
     if config.init.weights is not None and not saved:
         problems += initial_weights_problems(config)
     if alone and (in_use := problem_of_owner(out)):  # otherwise rank 0 of this run may own it already
         problems.append(in_use)
-    elif not wrong and config.checkpoint.resume == "no" and (saved or (out / METRICS).exists()):
+    elif not kind_problems and config.checkpoint.resume == "no" and (saved or (out / METRICS).exists()):
         problems.append(
             f"{out} already holds a run"
             + (f", saved up to {saved[-1].name}" if saved else "")
@@ -367,14 +367,14 @@ def _local_problems(config: RunConfig, saved: Sequence[Path]) -> list[str]:
         return [f"checkpoint.local={section.local!r} is a folder of the run itself; name another one on each host"]
     try:
         claim(folder, out)
-        held = published(folder)
+        kept = published(folder)
     except CheckpointError as error:
         return [f"checkpoint.local={section.local!r}: {error}"]
     except OSError as error:
         return [f"checkpoint.local={section.local!r} cannot be written: {error.filename}: {error.strerror}"]
-    if section.resume != "auto" and held and not saved:
+    if section.resume != "auto" and kept and not saved:
         return [
-            f"checkpoint.local={section.local!r} holds checkpoints of a run, up to {held[-1].name}; add --resume to go "
+            f"checkpoint.local={section.local!r} holds checkpoints of a run, up to {kept[-1].name}; add --resume to go "
             f"on with it, or delete that folder on each host"
         ]
     return []
@@ -384,10 +384,10 @@ def _copy_problems(url: str) -> list[str]:
     """Return the reasons why a run cannot start with the checkpoint at a URL."""
     try:
         durable, step = durable_copy(url)
-        there = durable.is_complete(step)
+        complete = durable.is_complete(step)
     except CheckpointError as error:
         return [f"checkpoint.resume={url!r}: {error}"]
-    return [] if there else [f"checkpoint.resume={url!r}: there is no complete checkpoint"]
+    return [] if complete else [f"checkpoint.resume={url!r}: there is no complete checkpoint"]
 
 
 def summary(out: Path) -> dict[str, Any]:

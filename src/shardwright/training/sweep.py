@@ -14,7 +14,7 @@ from scipy.stats import t as student
 
 from shardwright.config import RunConfig, load
 from shardwright.config.reading import keys_named
-from shardwright.hugging_face.files import said_shortly
+from shardwright.hugging_face.files import shortened
 from shardwright.runs.folder import CHECKPOINTS, METRICS, checkpoint_name, published
 from shardwright.runs.records import EvaluationRecord, TrainRecord, read_metrics
 from shardwright.system.errors import ConfigError, InputError
@@ -67,9 +67,9 @@ class SweepRun:
             return None
         records = [*read_metrics(self.out / METRICS)]
         of_kinds = [
-            [each.loss for each in records if isinstance(each, kind)] for kind in (EvaluationRecord, TrainRecord)
+            [record.loss for record in records if isinstance(record, kind)] for kind in (EvaluationRecord, TrainRecord)
         ]
-        losses = next((each for each in of_kinds if each), [math.nan])
+        losses = next((values for values in of_kinds if values), [math.nan])
         return losses[-1] if math.isfinite(losses[-1]) else None
 
 
@@ -123,7 +123,7 @@ def sweep_runs(
     if problems:
         raise ConfigError(*problems)
     if problems := [*_folder_problems(runs)]:
-        raise InputError(*said_shortly(problems))
+        raise InputError(*shortened(problems))
     return runs
 
 

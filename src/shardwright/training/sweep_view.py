@@ -40,9 +40,9 @@ def sweep_document(runs: Sequence[SweepRun]) -> VerbDocument:
     rows = []
     for run in runs:
         loss = run.loss
-        said = str(run.out) if loss is not None else f"{run.out}: {'diverged' if run.ended else 'not ended'}"
+        label = str(run.out) if loss is not None else f"{run.out}: {'diverged' if run.ended else 'not ended'}"
         shown = None if loss is None else Marked(loss, "good" if loss == best[run.flops] else "")
-        rows.append((*run.values.values(), run.config.spec().n_parameters, run.flops, shown, said))
+        rows.append((*run.values.values(), run.config.spec().n_parameters, run.flops, shown, label))
     ended = sum(run.ended for run in runs)
     parts: list[Part] = [Facts(_facts(len(runs), ended, fit)), Table(columns, rows)]
     if fit is None:
@@ -71,13 +71,13 @@ def sweep_document(runs: Sequence[SweepRun]) -> VerbDocument:
 
 
 def _facts(n_runs: int, ended: int, fit: PowerLaw | None) -> list[Fact]:
-    found = [Fact("runs", f"{ended} of {n_runs}", "ended")]
+    facts = [Fact("runs", f"{ended} of {n_runs}", "ended")]
     if fit is not None:
         low, high = fit.b_interval
         floor = f" + {fit.c:.3g}" if fit.c else ""
         remark = f"C in FLOPs; {CONFIDENCE:.0%} interval of the exponent {low:.3g} to {high:.3g}"
-        found.append(Fact("loss", f"{fit.a:.3g} C^-{fit.b:.3g}{floor}", remark))
-    return found
+        facts.append(Fact("loss", f"{fit.a:.3g} C^-{fit.b:.3g}{floor}", remark))
+    return facts
 
 
 def sweep_svg(runs: Sequence[SweepRun], fit: PowerLaw | None) -> str:

@@ -49,7 +49,7 @@ def timeline_file(config: RunConfig, runner: Runner, rank: int) -> TimelineFile 
     """
     if not isinstance(runner, Pipeline):
         return None
-    here = config.layout.layout().coordinates(rank)
-    if any(here[axis] for axis in DENSE_AXES if axis != "pp"):
+    coordinates = config.layout.layout().coordinates(rank)
+    if any(coordinates[axis] for axis in DENSE_AXES if axis != "pp"):
         return None
-    return TimelineFile(timeline_path(Path(config.out), here["pp"]), here["pp"], runner)
+    return TimelineFile(timeline_path(Path(config.out), coordinates["pp"]), coordinates["pp"], runner)

@@ -27,10 +27,10 @@ def require_shards(config: RunConfig, sources: Sources, start: RunStart) -> None
     order = sources.order(TrainingProgress(start.step, start.samples, config.seed), start.past)
     for number, folder in _places(config).items():
         _require_room(config, sources, number, folder)
-    for number, each in enumerate(order.orders):
-        if not isinstance(each, ShardOrder) or not each.samples.split.n_deleted:
+    for number, source_order in enumerate(order.orders):
+        if not isinstance(source_order, ShardOrder) or not source_order.samples.split.n_deleted:
             continue
-        first, split = _first_shard(order, number, start.samples), each.samples.split
+        first, split = _first_shard(order, number, start.samples), source_order.samples.split
         if missing := [shard.file for shard in split.manifest.splits["train"].shards[first:] if shard.deleted]:
             begins = f"{start.checkpoint} is too old" if start.checkpoint else "a run from step 0 is too early"
             raise DataError(
@@ -86,7 +86,7 @@ class TrainedShards(Hook):
         """The folders of the sources with `prepare`, by number."""
         self._saved: dict[int, int] = {}
         """The running sample that follows each checkpoint, from the newest one on disk, by step."""
-        self._told: dict[int, int] = {}
+        self._written: dict[int, int] = {}
 
     def on_start(self, start: RunStart) -> None:
         self._saved = {start.step: start.samples}
@@ -109,6 +109,6 @@ class TrainedShards(Hook):
             return
         for number, folder in self.places.items():
             first = _first_shard(self.samples.order, number, min(self._saved.values()))
-            if self._told.get(number) != first:
+            if self._written.get(number) != first:
                 write_first_needed(folder, first)
-                self._told[number] = first
+                self._written[number] = first

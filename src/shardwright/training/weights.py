@@ -79,20 +79,20 @@ class ShardedTensors:
     """Boxes of whole tensors that are stored as shards. `held`: name -> the tensor and its shards. `read_shard`: (name,
     shard) -> the values of the shard. The last shard is cached, since a tensor is often read box by box."""
 
-    def __init__(self, held: Mapping[str, TensorRecord], read_shard: Callable[[str, ShardRecord], Tensor]) -> None:
-        self._held, self._read_shard = held, read_shard
-        self.shapes = {name: each.shape for name, each in held.items()}
-        self.dtypes = {name: each.dtype for name, each in held.items()}
+    def __init__(self, records: Mapping[str, TensorRecord], read_shard: Callable[[str, ShardRecord], Tensor]) -> None:
+        self._records, self._read_shard = records, read_shard
+        self.shapes = {name: record.shape for name, record in records.items()}
+        self.dtypes = {name: record.dtype for name, record in records.items()}
         self._last: tuple[str, ShardRecord, Tensor] | None = None
 
     def read(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Return a box of a tensor, as `Weights.read`. Raises DamagedError if a shard has changed."""
-        record = self._held[name]
+        record = self._records[name]
         box = torch.empty(tuple(shape), dtype=getattr(torch, record.dtype))
         for shard in record.shards:
             if both := overlap(offsets, shape, shard.offsets, shard.shape):
-                here, there = both
-                box[here] = self._shard(name, shard)[there]
+                target, source = both
+                box[target] = self._shard(name, shard)[source]
         return box
 
     def _shard(self, name: str, record: ShardRecord) -> Tensor:
@@ -113,8 +113,8 @@ class CheckpointWeights(ShardedTensors):
 
     def __init__(self, path: Path, manifest: CheckpointManifest, spec: ModelSpec, prefix: str = MODEL) -> None:
         self.path, self.manifest, self.spec = path, manifest, spec
-        held = {name.removeprefix(prefix): each for name, each in manifest.tensors.items() if name.startswith(prefix)}
-        super().__init__(held, lambda name, shard: read_shard(path, prefix + name, held[name].dtype, shard))
+        kept = {name.removeprefix(prefix): entry for name, entry in manifest.tensors.items() if name.startswith(prefix)}
+        super().__init__(kept, lambda name, shard: read_shard(path, prefix + name, kept[name].dtype, shard))
         moments = sum(name.startswith(OPTIMIZER) for name in manifest.tensors)
         has_moments = prefix == MODEL and moments > 0
         self.optimizer = CheckpointWeights(path, manifest, spec, OPTIMIZER) if has_moments else None
@@ -122,7 +122,7 @@ class CheckpointWeights(ShardedTensors):
 
     def checksums(self, name: str) -> str:
         """Return the positions and checksums of the shards of a tensor as text."""
-        return str([(shard.offsets, shard.shape, shard.xxh3_128) for shard in self._held[name].shards])
+        return str([(shard.offsets, shard.shape, shard.xxh3_128) for shard in self._records[name].shards])
 
     def describe(self) -> str:
         """Return a description in one line."""
@@ -184,14 +184,14 @@ class AdaptedWeights(CheckpointWeights):
     def __init__(self, path: Path, manifest: CheckpointManifest, spec: ModelSpec) -> None:
         super().__init__(path, manifest, spec)
         assert manifest.base is not None
-        of = f"{path} has adapters for the weights in {manifest.base.path}"
+        context = f"{path} has adapters for the weights in {manifest.base.path}"
         try:
             self.base = frozen_weights(open_weights(manifest.base.path))
         except InputError as error:
-            raise CheckpointError(*(f"{of}: {problem}" for problem in error.problems)) from None
+            raise CheckpointError(*(f"{context}: {problem}" for problem in error.problems)) from None
         frozen = frozen_names(spec)
         if fingerprint(self.base, frozen) != manifest.base.fingerprint:
-            raise CheckpointError(f"{of}, and that folder has other weights now; put the weights back")
+            raise CheckpointError(f"{context}, and that folder has other weights now; put the weights back")
         self._adapters = self.shapes
         self.shapes = {name: self.base.shapes[name] for name in frozen if name in self.base.shapes} | self.shapes
         self.dtypes = {name: self.base.dtypes[name] for name in frozen if name in self.base.dtypes} | self.dtypes
@@ -305,9 +305,9 @@ def adapter_differences(saved: LoraSpec | None, ours: ModelSpec) -> list[str]:
         keys.append("dora")
     if rows(replace(ours, lora=replace(wanted, targets=saved.targets))).keys() != rows(ours).keys():
         keys.append("targets")
-    there, here = ({key: as_toml(value) for key, value in asdict(each).items()} for each in (saved, wanted))
+    before, now = ({key: as_toml(value) for key, value in asdict(lora).items()} for lora in (saved, wanted))
     return [
-        f"its adapters have lora.{key}={there[key]}, and this run has {here[key]}; set lora.{key}={there[key]}"
+        f"its adapters have lora.{key}={before[key]}, and this run has {now[key]}; set lora.{key}={before[key]}"
         for key in keys
     ]
 
@@ -347,10 +347,10 @@ def fill(
     Raises CheckpointError for weights that are NaN or infinite.
     """
     for name, parameter in parameters:
-        held, offsets = box(parameter)
+        target, offsets = box(parameter)
         row = row_of(spec, name)
         if name in weights.shapes:
-            fill_box(row, held, offsets, tuple(parameter.shape), partial(_read_finite, weights, name))
+            fill_box(row, target, offsets, tuple(parameter.shape), partial(_read_finite, weights, name))
         elif not row.adapter:
             assert row.kind == "balance", f"{name} is not in {weights.path}"
-            held.fill_(row.fill)
+            target.fill_(row.fill)

@@ -315,7 +315,7 @@ def with_choices_of(layout: Layout, case: Case) -> Case:
     if layout.compress_pipeline != "none":
         # The ways of a schedule cross from rank to rank at the same stages.
         stages = zip(stage_layers(case.spec, layout, case.seq_len)[1:], pairwise(layout.ways[0]), strict=True)
-        first = tuple(layers[0] for layers, (here, there) in stages if here != there)
+        first = tuple(layers[0] for layers, (rank, next_rank) in stages if rank != next_rank)
         rounded = rounded._replace(layers=first, of_layers=layout.compress_pipeline)
     case = replace(case, powersgd_rank=powersgd_rank(layout), largest_gradients=largest, rounded_inputs=rounded)
     if layout.compress_weights == "none":

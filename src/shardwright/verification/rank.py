@@ -203,8 +203,8 @@ def _without(loss_scale: float, parameter: Tensor, values: Tensor | TensorShard)
 
 def _overflows(layout: Layout, rank: int) -> bool:
     """Return whether a rank has the overflowing gradient: the first rank, and tp ranks that compute the same."""
-    here = layout.coordinates(rank)
-    return not any(here[axis] for axis in DENSE_AXES if axis != "pp" and (axis != "tp" or layout.token_shards))
+    coordinates = layout.coordinates(rank)
+    return not any(coordinates[axis] for axis in DENSE_AXES if axis != "pp" and (axis != "tp" or layout.token_shards))
 
 
 def overflow_once(parts: Sequence[Transformer]) -> None:

@@ -56,7 +56,7 @@ class _LoneTrainer:
     def __init__(self, case: Case, training: str, recorder: TraceRecorder) -> None:
         """Initialise the model, and record its parameters for plain SGD."""
         self.case, self.training, self.recorder = case, training, recorder
-        self.model = Transformer(case.spec).of_types(*DTYPES[case.dtype])
+        self.model = Transformer(case.spec).to_types(*DTYPES[case.dtype])
         initialise(self.model, case.spec, case.seed, b_std=ADAPTER_STD)
         self.model.train()
         self.parameters = dict(self.model.named_parameters())

@@ -260,12 +260,12 @@ def _check(case: Case, layout: Layout) -> None:
         )
     # The layout and its reference in float64; or that reference, and the layout and one process in fewer bits: half.
     bytes_ = 2 * 8 * case.n_records * case.spec.n_parameters
-    there = shutil.disk_usage(tempfile.gettempdir()).free
-    if bytes_ > there:
+    free_bytes = shutil.disk_usage(tempfile.gettempdir()).free
+    if bytes_ > free_bytes:
         raise LayoutError(
             f"comparing a model of {format_count(case.spec.n_parameters)} parameters for {case.steps} steps writes up "
             f"to {format_bytes(bytes_)} of gradients and parameters to {tempfile.gettempdir()}, which has "
-            f"{format_bytes(there)} left; take fewer --steps, or set TMPDIR to a larger disk"
+            f"{format_bytes(free_bytes)} left; take fewer --steps, or set TMPDIR to a larger disk"
         )
     sizes = [case.at(step) for step in range(case.steps)] + [case]
     problems = [problem for one in sizes for problem in stages.schedule_problems(layout, one.accumulation(layout))]
@@ -308,7 +308,7 @@ def find_culprit(verifier: Verifier, report: Report, tell: Callable[[str], None]
     setting: Setting = (report.case, report.layout)
     if report.against != "one process" and _fails(verifier, setting, tell) is not True:
         return f"it equals one process: look at the other side, {report.against}"
-    return _sentence(*smallest(setting, lambda each: switched_off(*each), lambda each: _fails(verifier, each, tell)))
+    return _sentence(*smallest(setting, lambda pair: switched_off(*pair), lambda pair: _fails(verifier, pair, tell)))
 
 
 S = TypeVar("S")

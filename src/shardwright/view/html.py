@@ -92,18 +92,18 @@ def fragment(parts: Sequence[Part]) -> str:
 
 
 def _joined(colours: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    return {role: colour for each in colours for role, colour in each.items()}
+    return {role: colour for palette in colours for role, colour in palette.items()}
 
 
 def _long(table: Table) -> list[bool]:
     """Return for each column whether it has long texts. On a narrow screen such a cell has a line of its own, below the
     other cells of its row; the first column never has, because it names the row."""
     texts = [[cell.text for cell in table.cells(row)] for row in table.rows]
-    found = [
+    are_long = [
         at > 0 and column.quantity.left and any(len(row[at]) > _SHORT for row in texts)
         for at, column in enumerate(table.columns)
     ]
-    return found if found.count(False) <= MOST_SHORT else [False] * len(found)
+    return are_long if are_long.count(False) <= MOST_SHORT else [False] * len(are_long)
 
 
 def _head(table: Table) -> list[PageCell]:

@@ -17,11 +17,11 @@ _STYLES: dict[Tone, str] = {"": "", "strong": "bold", "good": "bold green", "bad
 
 def print_parts(parts: Sequence[Part], console: Console) -> None:
     """Print parts of a document, except pictures without text and tables that were printed row by row."""
-    for each in renderables(parts, console.width):
-        if isinstance(each, RichTable):
-            print_table(each, console)
+    for renderable in renderables(parts, console.width):
+        if isinstance(renderable, RichTable):
+            print_table(renderable, console)
         else:
-            _print_line(console, each)
+            _print_line(console, renderable)
 
 
 def renderables(parts: Sequence[Part], width: int) -> Iterator[Text | RichTable]:

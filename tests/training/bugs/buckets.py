@@ -28,8 +28,8 @@ BUCKETS: dict[str, AnyBug] = {
     "8-bit AdamW updates the first bucket alone": Bug(
         Mutation(
             "shardwright.training.optimizers.adamw_8bit:AdamW8bit._buckets",
-            "in_groups(members, lambda each: each.n_bytes, BUCKET_BYTES)",
-            "[next(in_groups(members, lambda each: each.n_bytes, BUCKET_BYTES))]",
+            "in_groups(members, lambda member: member.n_bytes, BUCKET_BYTES)",
+            "[next(in_groups(members, lambda member: member.n_bytes, BUCKET_BYTES))]",
         ),
         [ONE, ZERO_3],
         optimizer="adamw-8bit",

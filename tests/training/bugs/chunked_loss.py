@@ -65,8 +65,8 @@ CHUNKS: dict[str, AnyBug] = {
     "the compiled loss is that of the first tokens": UnitBug(
         Mutation(
             "shardwright.parallel.loss:_in_parts",
-            "torch.cat([of(*part) for part in parts])",
-            "[of(*part) for part in parts][0]",
+            "torch.cat([loss_of(*part) for part in parts])",
+            "[loss_of(*part) for part in parts][0]",
         ),
         "tests/parallel/test_loss.py:test_compiled_the_loss_has_two_buffers_of_some_tokens_at_a_time",
         (torch.bfloat16,),

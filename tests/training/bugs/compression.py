@@ -208,7 +208,7 @@ STALE: dict[str, AnyBug] = {
 }
 RESUME: dict[str, AnyBug] = {
     "what PowerSGD has not sent is lost on resume": ResumeBug(
-        Mutation(f"{STATE}:named_tensors", "found | {f'{COMPRESSION}{k}': v for k, v in kept.items()}", "found"),
+        Mutation(f"{STATE}:named_tensors", "tensors | {f'{COMPRESSION}{k}': v for k, v in kept.items()}", "tensors"),
         (_THIN[0], _THIN[0]),
     ),
 }

@@ -12,7 +12,7 @@ SCALE = {
     ),
     "the largest limit counts, not the least": UnitBug(
         Mutation(
-            "shardwright.system.control_groups:memory_limit", "min(found, default=None)", "max(found, default=None)"
+            "shardwright.system.control_groups:memory_limit", "min(limits, default=None)", "max(limits, default=None)"
         ),
         _TESTS + "test_a_process_may_use_what_the_strictest_of_the_groups_around_it_allows",
     ),

@@ -37,7 +37,7 @@ FILES: dict[str, AnyBug] = {
     ),
     "converted: a shard is read as the first": seen(
         "shardwright.training.weights:ShardedTensors.read",
-        "self._shard(name, shard)[there]", "self._shard(name, record.shards[0])[there]",
+        "self._shard(name, shard)[source]", "self._shard(name, record.shards[0])[source]",
     ),
     "converted: weights of gate and up are swapped": seen(
         f"{DCP}:_write", "tensor_of_file(tensor, weights.read, dtype)",

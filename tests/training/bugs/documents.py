@@ -60,7 +60,7 @@ MASK: dict[str, AnyBug] = {
     ),
     "positions do not restart in the second half of a rank's tokens": Bug(
         Mutation(
-            f"{TRAINER}._of_documents",
+            f"{TRAINER}._document_microbatches",
             "restarted(lengths).gather(1, held_BT)",
             "torch.cat([restarted(lengths).gather(1, held_BT)[:, :3], held_BT[:, 3:]], 1)",
         ),

@@ -40,7 +40,7 @@ ORDER = {
     ),
     "a message that has no receive is not seen": UnitBug(
         Mutation(
-            _CALLS + "_of_pairs",
+            _CALLS + "_pair_disagreements",
             "sent is None or received is None or sent.content[1:] != received.content[1:]",
             "sent and received and sent.content[1:] != received.content[1:]",
         ),

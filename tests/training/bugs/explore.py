@@ -34,7 +34,7 @@ SCALE = {
 
 SHARD = {
     "the explorer shows the memory of the first stage for every stage": UnitBug(
-        Mutation(f"{_EXPLORE}pictures:stage_memory", "height * held[rank] / top", "height * held[0] / top"),
+        Mutation(f"{_EXPLORE}pictures:stage_memory", "height * n_bytes[rank] / top", "height * n_bytes[0] / top"),
         f"{_NUMBERS}test_the_column_of_each_stage_has_the_memory_of_that_stage",
     ),
 }
@@ -68,7 +68,9 @@ STALE = {
 
 MASK = {
     "the explorer does not escape text of an address": UnitBug(
-        Mutation(f"{_EXPLORE}page:templates", "return found", "found.autoescape = False\nreturn found"),
+        Mutation(
+            f"{_EXPLORE}page:templates", "return environment", "environment.autoescape = False\nreturn environment"
+        ),
         f"{_NUMBERS}test_text_of_an_address_is_escaped_everywhere",
     ),
 }

@@ -8,7 +8,7 @@ from tests.mutation import Mutation
 from tests.training.bugs.bug import EP, EXPERTS, LATENT, PP, SP, TP, ZB, ZERO_0, ZERO_3, ZIGZAG, AnyBug, Bug, UnitBug
 
 _USE, _SCALE = "shardwright.parallel.apply:use_fp8", "shardwright.model.fp8:Fp8Linear.scale"
-_OF_PASS = "shardwright.model.fp8:Fp8Linear.of_pass"
+_OF_PASS = "shardwright.model.fp8:Fp8Linear.for_pass"
 _NEW = "Fp8Linear(self.settings, self.shared, {})"
 _RESULT = "(amax.clamp(min=_LEAST) / largest).float()"
 _CROSSED = '{"tensorwise": (along_rows, along_k), "rowwise": (along_k,), "blockwise": ()}'

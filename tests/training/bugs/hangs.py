@@ -16,7 +16,7 @@ ORDER: dict[str, AnyBug] = {
         Mutation("tests.training.test_hangs:describe", "not dumps[rank].waits", "dumps[rank].waits"), _CHAIN
     ),
     "of a message that does not come its receiver is said not to have sent it": UnitBug(
-        Mutation("shardwright.system.ranks_at:_to_begin", "rank == each.ranks[0]", "rank == each.ranks[1]"), _MESSAGE
+        Mutation("shardwright.system.ranks_at:_to_begin", "rank == call.ranks[0]", "rank == call.ranks[1]"), _MESSAGE
     ),
     "a rank that runs is blamed before one that is stopped": UnitBug(
         Mutation("tests.training.test_hangs:describe", _FIRST, f"busy or {_FIRST}"), _MUTE
@@ -30,16 +30,16 @@ OFF_BY_ONE: dict[str, AnyBug] = {
     "a collective that a rank has joined counts as one that it never joined": UnitBug(
         Mutation(
             "shardwright.system.ranks_at:_missed",
-            "joined.get(each.group, 0) < each.number",
-            "joined.get(each.group, 0) <= each.number",
+            "joined.get(call.group, 0) < call.number",
+            "joined.get(call.group, 0) <= call.number",
         ),
         _JOINED,
     ),
     "the last collective before that which hangs counts as not joined": UnitBug(
         Mutation(
             "shardwright.system.ranks_at:_missed",
-            "joined.get(each.group, 0) < each.number",
-            "joined.get(each.group, 0) < each.number - 1",
+            "joined.get(call.group, 0) < call.number",
+            "joined.get(call.group, 0) < call.number - 1",
         ),
         _CHAIN,
     ),

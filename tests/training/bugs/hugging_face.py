@@ -44,7 +44,9 @@ FILES: dict[str, AnyBug] = {
     ),
     "experts are read one number too high": UnitBug(
         Mutation(
-            f"{TABLE}:_of_parameter", "stored.format(expert=expert)", "stored.format(expert=(expert + 1) % n_experts)"
+            f"{TABLE}:_parameter_tensors",
+            "stored.format(expert=expert)",
+            "stored.format(expert=(expert + 1) % n_experts)",
         ),
         LOGITS,
         ("mixtral",),
@@ -70,8 +72,8 @@ FILES: dict[str, AnyBug] = {
     "the epsilon of the norms is not taken": UnitBug(
         Mutation(
             "shardwright.hugging_face.architecture:Architecture.spec",
-            "next(iter(there.values()))",
-            "1e-05 if ours == 'norm_eps' else next(iter(there.values()))",
+            "next(iter(stated.values()))",
+            "1e-05 if ours == 'norm_eps' else next(iter(stated.values()))",
         ),
         LOGITS,
         ("llama",),
@@ -91,8 +93,8 @@ FILES: dict[str, AnyBug] = {
     "a box of a checkpoint is read from the first rows of its shards": UnitBug(
         Mutation(
             "shardwright.training.weights:CheckpointWeights.read",
-            "box[here] = self._shard(name, shard)[there]",
-            "box[here] = self._shard(name, shard)[tuple(slice(0, each.stop - each.start) for each in there)]",
+            "box[target] = self._shard(name, shard)[source]",
+            "box[target] = self._shard(name, shard)[tuple(slice(0, each.stop - each.start) for each in source)]",
         ),
         BOXES,
         ("deepseek-v3",),
@@ -113,7 +115,9 @@ FILES: dict[str, AnyBug] = {
     ),
     "the selection bias of experts goes out in bf16": UnitBug(
         Mutation(
-            "shardwright.training.exporting:_types", "dtype is None or here[name].kind == 'balance'", "dtype is None"
+            "shardwright.training.exporting:_types",
+            "dtype is None or model_rows[name].kind == 'balance'",
+            "dtype is None",
         ),
         f"{TESTS}:test_a_type_is_changed_when_asked_for_and_a_selection_bias_stays_wide",
     ),

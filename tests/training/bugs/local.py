@@ -13,11 +13,13 @@ def _bug(function: str, before: str, after: str) -> UnitBug:
 
 STALE: dict[str, AnyBug] = {
     "the copy of a rank's shards is on its own host": _bug(
-        "shardwright.training.checkpoint.local:Hosts.keeper", "(self.of[rank] + 1) % self.n", "self.of[rank]"
+        "shardwright.training.checkpoint.local:Hosts.keeper",
+        "(self.host_of_rank[rank] + 1) % self.n",
+        "self.host_of_rank[rank]",
     ),
     "a local checkpoint is taken for whole with files that no host has": _bug(
         f"{LOCAL}._is_whole",
-        "{rank_of(name) for name in files} <= {rank for ranks in there.values() for rank in ranks}",
+        "{rank_of(name) for name in files} <= {rank for ranks in parts.values() for rank in ranks}",
         "True",
     ),
     "a host deletes a local checkpoint before the next one is on all hosts": _bug(

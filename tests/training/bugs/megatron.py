@@ -28,7 +28,8 @@ FILES: dict[str, AnyBug] = {
         ),
         (
             "Megatron: layers are written in the order of their names as text", WRITER, "write_megatron_state",
-            "layers.sort(key=lambda each: _layer(each.name))", "layers.sort(key=lambda each: -_layer(each.name))",
+            "layers.sort(key=lambda tensor: _layer(tensor.name))",
+            "layers.sort(key=lambda tensor: -_layer(tensor.name))",
         ),
         (
             "Megatron: a step too few is written", WRITER, "_optimizer",

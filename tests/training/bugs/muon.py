@@ -52,7 +52,7 @@ ORDER: dict[str, AnyBug] = {
             f"{_EXCHANGE}:_exchange",
             "[results[i] for i in range(len(matrices))]",
             "[results[i] if results[i].shape != results[j].shape else results[j]"
-            " for i, j in zip(range(len(matrices)), [i for there in owned for i in there])]",
+            " for i, j in zip(range(len(matrices)), [i for indices in owned for i in indices])]",
         ),
         [_SHARDED],
         optimizer="muon",

@@ -62,6 +62,6 @@ OFF_BY_ONE: dict[str, AnyBug] = {
 }
 RESUME: dict[str, AnyBug] = {
     "states of a checkpoint are not written to the disk": ResumeBug(
-        Mutation(_READER, "stored.write(tuple(part.start for part in here), shard[there])", "pass"), (_ONE, _ONE)
+        Mutation(_READER, "stored.write(tuple(part.start for part in target), shard[source])", "pass"), (_ONE, _ONE)
     ),
 }

@@ -13,7 +13,7 @@ STALE: dict[str, AnyBug] = {
     "weights that the host has updated are not sent to the device": Bug(
         Mutation(
             f"{_ON_HOST}:OptimizerOnHost.step",
-            "self.link.send([each.shard for each in bucket], [each.weights for each in bucket])",
+            "self.link.send([parameter.shard for parameter in bucket], [parameter.weights for parameter in bucket])",
             "pass",
         ),
         [_ONE, _ZERO_3],

@@ -58,16 +58,16 @@ SCALE = {
     "the plan leaves master weights of shards on the host on the device": UnitBug(
         Mutation(
             f"{_COST}.states:rank_state_bytes",
-            "{'weights': np.where(sharded[:, None], 0.0, found['weights']), 'master': nothing}",
-            "{'weights': np.where(sharded[:, None], 0.0, found['weights'])}",
+            "{'weights': np.where(sharded[:, None], 0.0, kinds['weights']), 'master': nothing}",
+            "{'weights': np.where(sharded[:, None], 0.0, kinds['weights'])}",
         ),
         _PLANNED,
     ),
     "the plan leaves reduced gradients on the device until the update": UnitBug(
         Mutation(
             f"{_COST}.states:stage_state_bytes",
-            "found = [found[0] * stays[:, None], 0.0 * found[1]]",
-            "found = [found[0] * stays[:, None], found[1]]",
+            "gradients = [gradients[0] * stays[:, None], 0.0 * gradients[1]]",
+            "gradients = [gradients[0] * stays[:, None], gradients[1]]",
         ),
         _LESS,
         (2, 1),
@@ -82,7 +82,7 @@ SCALE = {
         (1, 1),
     ),
     "the plan keeps no gathered weights of zero 1 and 2": UnitBug(
-        Mutation(f"{_COST}.states:rank_state_bytes", "np.where(sharded[:, None], 0.0, found['weights'])", "nothing"),
+        Mutation(f"{_COST}.states:rank_state_bytes", "np.where(sharded[:, None], 0.0, kinds['weights'])", "nothing"),
         _LESS,
         (2, 1),
     ),

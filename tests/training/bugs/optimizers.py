@@ -113,10 +113,10 @@ STALE: dict[str, AnyBug] = {
             f"{_IN_8_BITS}:AdamW8bit.step",
             """
             scale.copy_(part)
-            each.round(name, wide[name], scale, local_part(self.state[each.parameter][name]))
+            member.round(name, wide[name], scale, local_part(self.state[member.parameter][name]))
             """,
             """
-            each.round(name, wide[name], part, local_part(self.state[each.parameter][name]))
+            member.round(name, wide[name], part, local_part(self.state[member.parameter][name]))
             scale.copy_(torch.where(scale > 0, scale, part))
             """,
         ),
@@ -162,7 +162,9 @@ SCALE: dict[str, AnyBug] = {
         "adamw_8bit:_update", "group['beta2']", "0.95", _IN_BLOCKS
     ),
     "8-bit states are widened without their scale": UnitBug(
-        Mutation(f"{_IN_8_BITS}:_AdamW8bitParameter.moments", "self.blocks.each(torch.mul, numbers, scale)", "numbers"),
+        Mutation(
+            f"{_IN_8_BITS}:_AdamW8bitParameter.moments", "self.blocks.by_block(torch.mul, numbers, scale)", "numbers"
+        ),
         _IN_BLOCKS,
     ),
     "a kind of parameter has the learning rate of another": UnitBug(

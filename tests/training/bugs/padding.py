@@ -82,7 +82,7 @@ MASK: dict[str, AnyBug] = {
         mtp_modules=1,
     ),
     "experts do not know which tokens are the padding after pairs of answers": Bug(
-        Mutation(f"{PASSES}:ForwardBackward._of_documents", "real_A[i]", "None"),
+        Mutation(f"{PASSES}:ForwardBackward._document_microbatches", "real_A[i]", "None"),
         [ONE, SP_EP],
         spec={"moe": _MOE},
         preference="dpo",

@@ -37,7 +37,7 @@ STALE: dict[str, AnyBug] = {
         Mutation(f"{_RESTARTS}._use_spare", "self._spares.append(place)", "self._spares.insert(1, place)"), _SPARE
     ),
     "a spare takes the places of all ranks": UnitBug(
-        Mutation(f"{_RESTARTS}._use_spare", "each == place", "True"), _SPARE
+        Mutation(f"{_RESTARTS}._use_spare", "used == place", "True"), _SPARE
     ),
 }
 OFF_BY_ONE: dict[str, AnyBug] = {
@@ -48,7 +48,7 @@ OFF_BY_ONE: dict[str, AnyBug] = {
         Mutation(f"{_RESTARTS}._use_places", "len(self._faulty) < FAULTS_IN_A_ROW", "len(self._faulty) < 1"), _PLACE
     ),
     "faults of different places count as those of one": UnitBug(
-        Mutation(f"{_RESTARTS}._use_places", "each == place", "each is not None"), _PLACE
+        Mutation(f"{_RESTARTS}._use_places", "faulty == place", "faulty is not None"), _PLACE
     ),
 }
 SHARD: dict[str, AnyBug] = {

@@ -91,8 +91,8 @@ SERVING: dict[str, AnyBug] = {
     "the cache of a request that ended is not free": UnitBug(
         Mutation(
             f"{_SIMULATION}._end",
-            "self.held -= self._reserved(at)",
-            "self.held -= done.input_len",
+            "self.reserved -= self._reserved(at)",
+            "self.reserved -= done.input_len",
         ),
         _ONE_BY_ONE,
         ("mixed", 7),

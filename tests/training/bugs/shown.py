@@ -47,7 +47,7 @@ SCALE: dict[str, AnyBug] = {
         "tests/cost/test_matmuls.py:check_recomputed_layers",
     ),
     "HFU has the layers that recompute on one stage": UnitBug(
-        Mutation(_FLOPS, "sum(min(first, len(stage)) for stage in held)", "first"),
+        Mutation(_FLOPS, "sum(min(first, len(stage)) for stage in stage_layers)", "first"),
         "tests/cost/test_matmuls.py:check_recomputed_layers",
     ),
 }

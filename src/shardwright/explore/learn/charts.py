@@ -22,17 +22,17 @@ TOKENS_OF_A_PARAMETER = 20
 
 def tried_bars(state: PageState, choice: BarsChoice, hardware: Path | None = None) -> PagePicture:
     """Draw a bar for each change of the state, of the memory of the fullest rank or of the time of a step."""
-    memory = choice.of == "memory"
+    memory = choice.kind == "memory"
     rows: list[tuple[str, Mapping[str, float], str]] = []
-    for each in tried(query_of(state, pinned=False), choice.tries, hardware):
-        if each.state is None:
-            rows.append((each.words, {}, "not possible"))
+    for trial in tried(query_of(state, pinned=False), choice.tries, hardware):
+        if trial.state is None:
+            rows.append((trial.words, {}, "not possible"))
         elif memory:
-            rows.append((each.words, each.state.priced.fullest_kinds, format_bytes(each.state.priced.peak_bytes)))
+            rows.append((trial.words, trial.state.priced.fullest_kinds, format_bytes(trial.state.priced.peak_bytes)))
         else:
-            fits = each.state.priced.fits(each.state.limit_bytes)
-            words = format_seconds(each.state.priced.step_s) + ", does not fit" * (not fits)
-            rows.append((each.words, each.state.priced.parts_s, words))
+            fits = trial.state.priced.fits(trial.state.limit_bytes)
+            words = format_seconds(trial.state.priced.step_s) + ", does not fit" * (not fits)
+            rows.append((trial.words, trial.state.priced.parts_s, words))
     text = "; ".join(f"{name}: {total}" for name, _, total in rows)
     form = format_bytes if memory else format_seconds
     limit = state.limit_bytes if memory else 0.0
@@ -67,7 +67,7 @@ def _days(days: float) -> str:
 def interruptions(state: PageState) -> Figure:
     """Draw work, checkpoints, an interruption, the lost work and the restart."""
     run = _whole(state)
-    way = next(each for each in run.saving if each.save == run.save)
+    way = next(saving for saving in run.saving if saving.save == run.save)
     text = (
         f"A checkpoint of {format_bytes(run.checkpoint_bytes)} every {run.every_steps:,} steps, which is every "
         f"{format_seconds(run.every_s)} of work; training waits {format_seconds(way.pause_s)} for it. An interruption "
@@ -90,10 +90,10 @@ def interruptions(state: PageState) -> Figure:
 
 def serving(state: PageState) -> PagePicture:
     """Draw the memory of a rank that serves the model, and the time of its passes."""
-    found = served(state)
-    if found is None:
+    result = served(state)
+    if result is None:
         raise InputError(f"a node of {state.job.cluster.name} cannot serve this model; more memory in a node is needed")
-    task, degrees = found
+    task, degrees = result
     values = {entry.what: float(np.max(entry.value)) for entry in served_entries(state)}
     cached = values["cache of a token"] * task.length * BATCH / degrees.dp
     usable = task.usable_bytes

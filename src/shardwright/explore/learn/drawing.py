@@ -37,9 +37,9 @@ class Figure:
 
     def words(self, x: float, y: float, words: str, anchor: str = "start", kind: str = "") -> None:
         """Add a line of text on the baseline y."""
-        of = f' class="{kind}"' * bool(kind)
+        attribute = f' class="{kind}"' * bool(kind)
         at = f' text-anchor="{anchor}"' * (anchor != "start")
-        self._parts.append(f'<text{of} x="{_n(x)}" y="{_n(y)}"{at}>{escape(words)}</text>')
+        self._parts.append(f'<text{attribute} x="{_n(x)}" y="{_n(y)}"{at}>{escape(words)}</text>')
         self._bottom = max(self._bottom, y + 4)
 
     def arrow(self, x1: float, y1: float, x2: float, y2: float) -> None:
@@ -95,9 +95,9 @@ def colour(at: int) -> str:
     return f"k{at % COLOURS}"
 
 
-def some(shown: int, there: int, noun: str = "ranks") -> str:
+def some(shown: int, total: int, noun: str = "ranks") -> str:
     """Return the words for a drawing of some of many: `8 ranks`, or `8 of 128 ranks`."""
-    return f"{there} {noun}" if shown >= there else f"{shown} of {there:,} {noun}"
+    return f"{total} {noun}" if shown >= total else f"{shown} of {total:,} {noun}"
 
 
 def _shown(begin: float, end: float, seconds: float) -> str:

@@ -23,7 +23,7 @@ MOST_CHUNKS = 4
 
 def _buffers(state: PageState) -> dict[str, str]:
     """Return the bytes of the buffer of one call of each message, as text."""
-    return {each.what: format_bytes(each.n_bytes) for each in sent_messages(state.priced)}
+    return {message.what: format_bytes(message.n_bytes) for message in sent_messages(state.priced)}
 
 
 def shards(state: PageState) -> Figure:
@@ -66,8 +66,8 @@ def shards(state: PageState) -> Figure:
 def _round(figure: Figure, ranks: Sequence[int], pitch: float, y: float, begin: float, end: float) -> None:
     """Move a dot from each rank to the next one, and from the last rank to the first."""
     for at in range(len(ranks)) if len(ranks) > 1 else ():
-        here, there = LEFT + (at + 0.5) * pitch, LEFT + ((at + 1) % len(ranks) + 0.5) * pitch
-        figure.dot([(here, y), (there, y)], begin, end, colour(at))
+        x_from, x_to = LEFT + (at + 0.5) * pitch, LEFT + ((at + 1) % len(ranks) + 0.5) * pitch
+        figure.dot([(x_from, y), (x_to, y)], begin, end, colour(at))
 
 
 def matmuls(state: PageState) -> Figure:
@@ -101,10 +101,10 @@ def matmuls(state: PageState) -> Figure:
         figure.arrow(WIDTH / 2, y - 13, WIDTH / 2, y + 7)
         figure.words(WIDTH / 2 + 10, y + 1, words)
     for rank in range(t):
-        here, there = 8 + (rank + 0.5) * width, 8 + ((rank + 1) % t + 0.5) * width
+        x_from, x_to = 8 + (rank + 0.5) * width, 8 + ((rank + 1) % t + 0.5) * width
         if by_token:
-            figure.dot([(here, 33), (there, 105)], 0.0, 0.3, colour(rank))
-        figure.dot([(here, 156 + (rank + 0.5) * 36 / t), (there, 243)], 0.5, 0.85, colour(rank))
+            figure.dot([(x_from, 33), (x_to, 105)], 0.0, 0.3, colour(rank))
+        figure.dot([(x_from, 156 + (rank + 0.5) * 36 / t), (x_to, 243)], 0.5, 0.85, colour(rank))
     return figure
 
 
@@ -179,18 +179,18 @@ def dispatch(state: PageState) -> Figure:
     """Draw the all-to-alls of tokens to the ranks of their experts, and back."""
     layout, moe = state.layout, state.job.model.moe
     assert moe is not None
-    n, each = min(layout.ep, MOST_RANKS), moe.n_experts // layout.ep
+    n, per_rank = min(layout.ep, MOST_RANKS), moe.n_experts // layout.ep
     sent = _buffers(state).get("tokens of experts, all-to-all")
     buffer = f"its buffer has {sent}" if sent else "the busiest rank of pp has only dense blocks, and sends no token"
     figure = Figure(
         "dispatch",
         f"Dispatch of tokens to experts over ep {layout.ep}",
         f"{some(n, layout.ep)} send each of their tokens to the ranks of its {moe.top_k} of {moe.n_experts} experts, "
-        f"and receive the results back. A rank has {each} experts of a layer; {buffer}.",
+        f"and receive the results back. A rank has {per_rank} experts of a layer; {buffer}.",
         "Left: tokens. Right: experts. Dots go to the experts (dispatch) and return (combine).",
     )
     names = [f"rank {rank}" for rank in range(n)]
-    return _exchange(figure, names, [f"{rank * each} to {(rank + 1) * each - 1}" for rank in range(n)], 4)
+    return _exchange(figure, names, [f"{rank * per_rank} to {(rank + 1) * per_rank - 1}" for rank in range(n)], 4)
 
 
 def _exchange(figure: Figure, left: Sequence[str], right: Sequence[str], top: float) -> Figure:
@@ -204,25 +204,25 @@ def _exchange(figure: Figure, left: Sequence[str], right: Sequence[str], top: fl
             figure.path(f"M98 {y + 11}L{WIDTH - 126} {top + other * pitch + 11}", "thin")
         for turn in range(1, min(n, 4)):
             other = (rank + turn) % n
-            here, there = (98.0, y + 11.0), (WIDTH - 126.0, top + other * pitch + 11.0)
-            figure.dot([here, there], 0.02 + 0.04 * turn, 0.34 + 0.04 * turn, colour(other))
-            figure.dot([there, here], 0.52 + 0.04 * turn, 0.84 + 0.04 * turn, colour(other))
+            start, end = (98.0, y + 11.0), (WIDTH - 126.0, top + other * pitch + 11.0)
+            figure.dot([start, end], 0.02 + 0.04 * turn, 0.34 + 0.04 * turn, colour(other))
+            figure.dot([end, start], 0.52 + 0.04 * turn, 0.84 + 0.04 * turn, colour(other))
     return figure
 
 
 def all_reduce(state: PageState) -> Figure:
     """Draw a reduce-scatter and an all-gather over a ring, chunk by chunk."""
     sent = sent_messages(state.priced)
-    summed = [each for each in sent if each.collective in ("all-reduce", "reduce-scatter")]
-    largest = max(summed or sent, key=lambda each: each.n_bytes)
-    there = largest.size
-    n = max(2, min(there, MOST_CHUNKS))
+    summed = [message for message in sent if message.collective in ("all-reduce", "reduce-scatter")]
+    largest = max(summed or sent, key=lambda message: message.n_bytes)
+    n_ranks = largest.size
+    n = max(2, min(n_ranks, MOST_CHUNKS))
     figure = Figure(
         "all-reduce",
         "An all-reduce over a ring: reduce-scatter, then all-gather",
-        f"{some(n, max(there, n))} have {n} chunks each. In each of {n - 1} steps a rank sends one chunk to the next "
+        f"{some(n, max(n_ranks, n))} have {n} chunks each. In each of {n - 1} steps a rank sends one chunk to the next "
         f"rank, which adds it; in {n - 1} more steps the finished chunks travel round. The largest buffer here: "
-        f"{largest.what}, {format_bytes(largest.n_bytes)}, over {there} ranks.",
+        f"{largest.what}, {format_bytes(largest.n_bytes)}, over {n_ranks} ranks.",
         "The height of a chunk is the share of ranks whose values are in its sum.",
     )
     pitch, y = (WIDTH - 60) / n, 4.0

@@ -75,7 +75,7 @@ def learn_page(topic: str, state: PageState, *, static: bool = False, hardware: 
         "name": f"{shown.model} on {shown.job.cluster.name}",
         "choice": str(shown.choice),
         "pictures": pictures,
-        "moves": any("<animate" in each.svg for each in pictures),
+        "moves": any("<animate" in picture.svg for picture in pictures),
         "formulas": [_formula(entry) for entry in formulas],
         "messages": message_table(sent_messages(shown.priced) if page.messages else [], page.messages),
         "symbols": _symbols(formulas),
@@ -86,15 +86,15 @@ def learn_page(topic: str, state: PageState, *, static: bool = False, hardware: 
 
 def drawings(page: LearnTopic, state: PageState, hardware: Path | None = None) -> Iterator[PagePicture]:
     """Yield each figure, or the reason why there is none below the title of the page."""
-    drawn = [getattr(figures, each, None) or getattr(charts, each) for each in page.figures]
+    drawn = [getattr(figures, name, None) or getattr(charts, name) for name in page.figures]
     if page.bars is not None:
         drawn.append(lambda state: charts.tried_bars(state, page.bars, hardware))
     for draw in drawn:
         try:
-            found = draw(state)
+            drawing = draw(state)
         except InputError as error:
-            found = PagePicture(page.title, Markup(), caption=str(error))
-        yield found.picture() if isinstance(found, Figure) else found
+            drawing = PagePicture(page.title, Markup(), caption=str(error))
+        yield drawing.picture() if isinstance(drawing, Figure) else drawing
 
 
 def _formula(entry: LedgerEntry) -> ShownFormula:
@@ -116,28 +116,28 @@ def _answer(page: LearnTopic, question: LearnQuestion, state: PageState, hardwar
     states = tried(question.base or query_of(state, pinned=False), question.tries, hardware)
     fits = [] if page.slug == SERVED else [Column("memory")]
     rows: list[list[str | None]] = []
-    for each in states:
+    for trial in states:
         cells: list[str | None] = [None] * (len(question.show) + len(fits))
-        if each.state is None:
-            cells[0] = each.problem
+        if trial.state is None:
+            cells[0] = trial.problem
         else:
-            entries = ledger_of(each.state, page)
+            entries = ledger_of(trial.state, page)
             cells[: len(question.show)] = [_shown(entries, name) for name in question.show]
             if fits:
-                cells[-1] = "fits" if each.state.priced.fits(each.state.limit_bytes) else "does not fit"
-        rows.append([each.words, *cells])
+                cells[-1] = "fits" if trial.state.priced.fits(trial.state.limit_bytes) else "does not fit"
+        rows.append([trial.words, *cells])
     shown = [Column(name.replace("*", "")) for name in question.show]
     return ShownAnswer(question, states, Table((Column("layout"), *shown, *fits), rows))
 
 
 def _shown(entries: Sequence[LedgerEntry], name: str) -> str:
     """Return the value of an entry, or the ratio of two, as text; a dash if the layout has no such entry."""
-    found = [next(matching(entries, [part]), None) for part in name.split(" / ")]
-    if found[0] is None:
+    matches = [next(matching(entries, [part]), None) for part in name.split(" / ")]
+    if matches[0] is None:
         return "none"
-    if len(found) == 1:
-        return _short(found[0])
-    part, whole = (entry.value if entry is not None else None for entry in found)
+    if len(matches) == 1:
+        return _short(matches[0])
+    part, whole = (entry.value if entry is not None else None for entry in matches)
     return percent(part / whole) if isinstance(part, float) and isinstance(whole, float) else "none"
 
 

@@ -32,7 +32,7 @@ def served(state: PageState) -> tuple[ServingTask, Degrees] | None:
     task = ServingTask(
         serving=serving, input_len=max(1, state.job.seq_len // 2), output_len=max(1, state.job.seq_len // 4)
     )
-    fitting = [each for each in _degrees(serving) if _has_room(task, each)]
+    fitting = [degrees for degrees in _degrees(serving) if _has_room(task, degrees)]
     if not fitting:
         return None
     wanted = Degrees(state.layout.tp)
@@ -41,16 +41,19 @@ def served(state: PageState) -> tuple[ServingTask, Degrees] | None:
 
 def _degrees(serving: Serving) -> Iterator[Degrees]:
     """Yield the degrees of instances on a node without replicas of attention, the smallest first."""
-    every = {each.degrees for each in layouts(serving.model, serving.cluster)}
-    yield from sorted((each for each in every if each.dp == 1 and each.pp == 1), key=lambda each: (each.tp, each.ep))
+    every = {layout.degrees for layout in layouts(serving.model, serving.cluster)}
+    yield from sorted(
+        (degrees for degrees in every if degrees.dp == 1 and degrees.pp == 1),
+        key=lambda degrees: (degrees.tp, degrees.ep),
+    )
 
 
 def _has_room(task: ServingTask, degrees: Degrees) -> bool:
-    found = memory(task.serving, Settings.from_layouts([degrees]), task.engine, task.length)
-    return bool(found.cache[0] > found.token[0] * task.length)
+    usage = memory(task.serving, Settings.from_layouts([degrees]), task.engine, task.length)
+    return bool(usage.cache[0] > usage.token[0] * task.length)
 
 
 def served_entries(state: PageState) -> list[LedgerEntry]:
     """Return the ledger of serving the model, empty if it cannot be served on a node."""
-    found = served(state)
-    return [] if found is None else explain(*found, BATCH)
+    result = served(state)
+    return [] if result is None else explain(*result, BATCH)

@@ -24,7 +24,7 @@ def write_static(directory: Path, states: Sequence[PageState], hardware: Path | 
 
     Raises InputError if `directory` has files that are not of a site, or if a file cannot be written.
     """
-    plans = [(f"plan-{at}", f"{each.model} on {each.job.cluster.name}: {each.choice}") for at, each in
+    plans = [(f"plan-{at}", f"{state.model} on {state.job.cluster.name}: {state.choice}") for at, state in
              enumerate(states, 1)]  # fmt: skip
     _refuse_others(directory, [folder for folder, _ in plans])
     shared = {"static": True, "styles": STYLES, "topics": TOPICS}
@@ -47,16 +47,16 @@ def write_static(directory: Path, states: Sequence[PageState], hardware: Path | 
 
 def _refuse_others(directory: Path, folders: Sequence[str]) -> None:
     """Raise InputError if a directory has files that are not of a site with these folders."""
-    there = {each.name for each in directory.iterdir()} if directory.is_dir() else set()
+    names = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
     way_out = "name a folder that is new or empty"
-    if others := sorted(there - {"index.html", *STYLES, *folders}):
+    if others := sorted(names - {"index.html", *STYLES, *folders}):
         raise InputError(f"{directory}: the folder has other files, such as {others[0]}; {way_out}")
     index = find_inside(directory, "index.html")
     try:
         is_site = index is not None and MARKER in read_text(index)
     except (OSError, ValueError) as error:
         raise InputError(f"{directory / 'index.html'} cannot be read: {reason(error)}; {way_out}") from None
-    if there and not is_site:
-        raise InputError(f"{directory}: {min(there)} is not of a site that shardwright explore wrote; {way_out}")
+    if names and not is_site:
+        raise InputError(f"{directory}: {min(names)} is not of a site that shardwright explore wrote; {way_out}")
     for folder in folders:
         inside(directory, folder)

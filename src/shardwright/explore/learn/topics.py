@@ -34,9 +34,9 @@ class LearnQuestion:
 
 @dataclass(frozen=True)
 class BarsChoice:
-    """A bar for each change of the page's state, by kind of memory or of work (`of`: "memory" or "time")."""
+    """A bar for each change of the page's state, by kind of memory or of work (`kind`: "memory" or "time")."""
 
-    of: str
+    kind: str
     tries: Sequence[str]
     title: str
 
@@ -70,12 +70,12 @@ class LearnTopic:
 def _read(path: Path) -> dict[str, LearnTopic]:
     with path.open("rb") as file:
         tables: Mapping[str, dict[str, Any]] = tomllib.load(file)
-    found = {}
+    topics = {}
     for slug, table in tables.items():
         questions = [LearnQuestion(**row) for row in table.pop("questions")]
         bars = BarsChoice(**table.pop("bars")) if "bars" in table else None
-        found[slug] = LearnTopic(slug=slug, questions=questions, bars=bars, **table)
-    return found
+        topics[slug] = LearnTopic(slug=slug, questions=questions, bars=bars, **table)
+    return topics
 
 
 ALL_TOPICS = _read(Path(__file__).with_name("topics.toml"))

@@ -62,21 +62,21 @@ class DurableFolder:
 
     def require_writable(self) -> None:
         """Write and delete a small file in the folder, to check for write permission."""
-        with self._told(self.url):
+        with self._named_errors(self.url):
             self._make_folder(self._root)
             self._system.pipe_file(f"{self._root}/{_PROBE}", b"")
             self._system.rm_file(f"{self._root}/{_PROBE}")
 
     def steps(self) -> list[int]:
         """Return the steps of all copies, complete or not, in ascending order."""
-        with self._told(self.url):
+        with self._named_errors(self.url):
             self._system.invalidate_cache()
             try:
                 names = self._system.ls(self._root, detail=False)
             except FileNotFoundError:
                 return []
-        found = (Path(name.rstrip("/")).name for name in names)
-        return sorted(step_of(Path(name)) for name in found if _STEP.fullmatch(name))
+        basenames = (Path(name.rstrip("/")).name for name in names)
+        return sorted(step_of(Path(name)) for name in basenames if _STEP.fullmatch(name))
 
     def manifest(self, step: int) -> bytes | None:
         """Return the manifest of a copy, or None if the copy is incomplete."""
@@ -84,25 +84,25 @@ class DurableFolder:
 
     def is_complete(self, step: int) -> bool:
         """Return whether a copy has a manifest."""
-        with self._told(self.url_of(step)):
+        with self._named_errors(self.url_of(step)):
             self._system.invalidate_cache()
             return bool(self._system.exists(self._at(step, MANIFEST)))
 
     def files(self, step: int) -> dict[str, int]:
         """Return file name -> size in bytes of a copy."""
-        with self._told(self.url_of(step)):
+        with self._named_errors(self.url_of(step)):
             listed = self._system.ls(self._at(step), detail=True)
-        found = {Path(each["name"]).name: int(each["size"] or 0) for each in listed if each["type"] == "file"}
-        return {name: size for name, size in found.items() if _NAME.fullmatch(name)}
+        sizes = {Path(entry["name"]).name: int(entry["size"] or 0) for entry in listed if entry["type"] == "file"}
+        return {name: size for name, size in sizes.items() if _NAME.fullmatch(name)}
 
     def unpublish(self, step: int) -> None:
         """Delete the manifest of a complete copy, so that it counts as incomplete while it is overwritten."""
-        with self._told(self.url_of(step)):
+        with self._named_errors(self.url_of(step)):
             self._system.rm_file(self._at(step, MANIFEST))
 
     def put(self, step: int, file: Path) -> None:
         """Copy one file of a checkpoint to the copy after `step` steps."""
-        with self._told(self.url_of(step)):
+        with self._named_errors(self.url_of(step)):
             if "file" in self._protocols():
                 _copy_to_disk(file, Path(self._at(step, file.name)))
             else:
@@ -111,7 +111,7 @@ class DurableFolder:
 
     def confirm(self, step: int, rank: int, text: str) -> None:
         """Write a marker that a rank has copied its part. `text`: sha256 of the manifest."""
-        with self._told(self.url_of(step)):
+        with self._named_errors(self.url_of(step)):
             self._make_folder(self._at(step, _COPIED))
             self._system.pipe_file(self._at(step, _COPIED, f"rank-{rank:05d}"), text.encode())
 
@@ -123,17 +123,17 @@ class DurableFolder:
     def publish(self, step: int, manifest: Path) -> None:
         """Complete a copy by writing its manifest last, then delete copies beyond `keep_last`."""
         self.put(step, manifest)
-        with self._told(self.url_of(step)):
+        with self._named_errors(self.url_of(step)):
             self._system.rm(self._at(step, _COPIED), recursive=True)
-        before = [each for each in self.steps() if each < step and self.is_complete(each)]
+        before = [earlier for earlier in self.steps() if earlier < step and self.is_complete(earlier)]
         for old in not_kept(before, self.keep_last) if self.keep_last else ():
-            with self._told(self.url_of(old)):
+            with self._named_errors(self.url_of(old)):
                 self._system.rm_file(self._at(old, MANIFEST))  # first: a partly deleted copy must not count as complete
                 self._system.rm(self._at(old), recursive=True)
 
     def fetch(self, step: int, name: str, into: Path) -> None:
         """Copy one file of a durable copy into the folder `into`."""
-        with self._told(self.url_of(step)):
+        with self._named_errors(self.url_of(step)):
             self._system.get_file(self._at(step, name), str(into / name))
 
     def _make_folder(self, path: str) -> None:
@@ -146,19 +146,19 @@ class DurableFolder:
         return (protocols,) if isinstance(protocols, str) else tuple(protocols)
 
     def _read(self, step: int, *names: str) -> bytes | None:
-        with self._told(self.url_of(step)):
+        with self._named_errors(self.url_of(step)):
             self._system.invalidate_cache()
             try:
-                found: bytes = self._system.cat_file(self._at(step, *names))
+                content: bytes = self._system.cat_file(self._at(step, *names))
             except FileNotFoundError:
                 return None
-            return found
+            return content
 
     def _at(self, step: int, *names: str) -> str:
         return "/".join([self._root, checkpoint_name(step), *names])
 
     @contextmanager
-    def _told(self, url: str) -> Iterator[None]:
+    def _named_errors(self, url: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # file systems raise their own types: no network, no such bucket, no permission
@@ -188,8 +188,8 @@ def copy(folder: DurableFolder, checkpoint: Path, rank: int, world_size: int, wa
     step, manifest = step_of(checkpoint), checkpoint / MANIFEST
     ours = manifest.read_bytes()
     of_this = hashlib.sha256(ours).hexdigest()
-    while (there := folder.manifest(step)) is not None:
-        if there == ours:
+    while (theirs := folder.manifest(step)) is not None:
+        if theirs == ours:
             return True
         if rank == 0:
             folder.unpublish(step)
@@ -260,7 +260,7 @@ class Copier:
             what = error if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
             return CheckpointError(f"copying {checkpoint}: rank {rank}: {what}")
 
-        self._thread.begin(lambda: self._beside(checkpoint, rank, world_size), as_error)
+        self._thread.begin(lambda: self._in_background(checkpoint, rank, world_size), as_error)
 
     def settle(self) -> None:
         """Wait until the copy in progress, if any, is complete. Raises CheckpointError on all ranks if it failed on
@@ -270,14 +270,14 @@ class Copier:
 
     def news(self) -> list[CompletedCopy]:
         """Return the copies completed since the last call; empty on ranks other than 0."""
-        told, self._news = self._news, []
-        return told
+        copies, self._news = self._news, []
+        return copies
 
     def abandon(self) -> None:
         """Stop the copy in progress, because other ranks may be gone or there is no checkpoint to copy."""
         self._thread.abandon()
 
-    def _beside(self, checkpoint: Path, rank: int, world_size: int) -> None:
+    def _in_background(self, checkpoint: Path, rank: int, world_size: int) -> None:
         """Background job: wait for the checkpoint to be published, then copy this rank's part."""
         began_s, step = time.monotonic(), step_of(checkpoint)
         wait = self._thread.pauses(self.folder.url_of(step))

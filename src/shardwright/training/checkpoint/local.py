@@ -61,16 +61,16 @@ class LocalLevel:
         """Claim the folder and agree on the hosts. Raises CheckpointError on all ranks if it is unusable on any."""
         self.folder, self.trainer, self.rank = folder, trainer, dist.get_rank()
         together(lambda: claim(folder, out), self._failed)
-        found: list[str] = []
-        together(lambda: found.append(_name_of_host(folder, out)), self._failed)
-        self.hosts = Hosts.by_name(gathered(found[0], str))
+        host_names: list[str] = []
+        together(lambda: host_names.append(_name_of_host(folder, out)), self._failed)
+        self.hosts = Hosts.by_name(gathered(host_names[0], str))
         self._first = self.hosts.is_first(self.rank)
         self._kept_by = self.hosts.kept_by(self.rank)
         self.store = CheckpointStore(folder, KEPT)
         self._messages = CheckpointMessages(COLLECTIVE_TIMEOUT_S)
         self._read: dict[int, CheckpointManifest] = {}
         """Manifests of the checkpoints in the folder, by step; filled on the first rank of each host."""
-        self._there: dict[int, dict[int, list[int]]] = {}
+        self._copies: dict[int, dict[int, list[int]]] = {}
         """For each complete step: host -> ranks whose files are on that host."""
         if self._first:
             self.store.sweep()
@@ -109,43 +109,45 @@ class LocalLevel:
 
     def steps(self, remarks: list[str]) -> list[int]:
         """Return the steps of checkpoints that are complete over all hosts. Appends warnings to `remarks`."""
-        mine = self._listed(remarks) if self._first else []
-        everyone = gathered(mine, list[ListedCheckpoint])
+        local = self._listed(remarks) if self._first else []
+        everyone = gathered(local, list[ListedCheckpoint])
         versions: dict[tuple[int, str], dict[int, list[int]]] = {}
-        for rank, each in ((rank, each) for rank, listed in enumerate(everyone) for each in listed):
-            versions.setdefault((each.step, each.sha256), {})[self.hosts.of[rank]] = list(each.ranks)
-        whole = [version for version, there in versions.items() if self._is_whole(version, there)]
+        for rank, checkpoint in ((rank, checkpoint) for rank, listed in enumerate(everyone) for checkpoint in listed):
+            versions.setdefault((checkpoint.step, checkpoint.sha256), {})[self.hosts.host_of_rank[rank]] = list(
+                checkpoint.ranks
+            )
+        whole = [version for version, parts in versions.items() if self._is_whole(version, parts)]
         # A host that continued without the others may leave two checkpoints of the same step. Both belong to this run.
         agreed = sorted({version for those in gathered(whole, list[tuple[int, str]]) for version in those})
-        self._there = {step: versions[step, sha256] for step, sha256 in agreed}
-        for step in sorted({step for step, _ in versions} - self._there.keys()):
+        self._copies = {step: versions[step, sha256] for step, sha256 in agreed}
+        for step in sorted({step for step, _ in versions} - self._copies.keys()):
             remarks.append(f"the local checkpoint after step {step} is not whole on the hosts that are here")
-        return sorted(self._there)
+        return sorted(self._copies)
 
     def brought(self, step: int) -> Path:
         """Return the folder of a checkpoint of `steps`, after fetching from other hosts the files that ranks of this
         host read and that are missing here. Raises CheckpointError on every rank."""
-        there = self._there[step]
-        final, here = self.store.path_of(step), self.hosts.of[self.rank] in there
-        folder = final if here else self.store.partial_of(step)
+        parts = self._copies[step]
+        final, has_part = self.store.path_of(step), self.hosts.host_of_rank[self.rank] in parts
+        folder = final if has_part else self.store.partial_of(step)
         together(lambda: folder.mkdir(parents=True, exist_ok=True), self._failed)
-        self._bring_manifest(step, there)
+        self._bring_manifest(step, parts)
         needed: list[int] = []
         together(lambda: needed.extend(self._needed(folder)), self._failed)
-        plan = transfers(self.hosts, there, gathered(needed, list[int]))
+        plan = transfers(self.hosts, parts, gathered(needed, list[int]))
 
         def act() -> None:
-            for each in plan:
-                if each.source == self.rank:
-                    path = final / file_name(each.of)
-                    self._messages.send_file(path if path.is_file() else None, each.target)
-            for each in plan:
-                if each.target == self.rank:
-                    self._messages.receive_file(folder / file_name(each.of), each.source)
+            for transfer in plan:
+                if transfer.source == self.rank:
+                    path = final / file_name(transfer.owner)
+                    self._messages.send_file(path if path.is_file() else None, transfer.target)
+            for transfer in plan:
+                if transfer.target == self.rank:
+                    self._messages.receive_file(folder / file_name(transfer.owner), transfer.source)
 
         together(act, self._failed)
         self._messages.settle()
-        together(lambda: None if here or not self._first else self.store.put_in_place(step), self._failed)
+        together(lambda: None if has_part or not self._first else self.store.put_in_place(step), self._failed)
         return final
 
     def clear(self, saved: int) -> None:
@@ -173,19 +175,19 @@ class LocalLevel:
             self._messages.send_text(report, 0)
             self._messages.settle()
             return self._messages.receive_text(0)
-        reports = [report, *(self._messages.receive_text(rank) for rank in range(1, len(self.hosts.of)))]
+        reports = [report, *(self._messages.receive_text(rank) for rank in range(1, len(self.hosts.host_of_rank)))]
         try:
             verdict = {"problem": "", "rest": rest(reported_records(reports))}
         except CheckpointError as error:
             verdict = {"problem": str(error)}
-        for rank in range(1, len(self.hosts.of)):
+        for rank in range(1, len(self.hosts.host_of_rank)):
             self._messages.send_text(verdict, rank)
         self._messages.settle()
         return verdict
 
     def _listed(self, remarks: list[str]) -> "list[ListedCheckpoint]":
         """Return the checkpoints in this host's folder whose manifests are undamaged."""
-        found, self._read = [], {}
+        checkpoints, self._read = [], {}
         for path in self.store.published():
             try:
                 self._read[step_of(path)] = read_manifest(path)
@@ -193,22 +195,22 @@ class LocalLevel:
             except (CheckpointError, OSError) as error:
                 remarks.append(str(error))
                 continue
-            ranks = tuple(rank for each in path.iterdir() if (rank := rank_of(each.name)) is not None)
-            found.append(ListedCheckpoint(step_of(path), hashlib.sha256(content).hexdigest(), ranks))
-        return found
+            ranks = tuple(rank for file in path.iterdir() if (rank := rank_of(file.name)) is not None)
+            checkpoints.append(ListedCheckpoint(step_of(path), hashlib.sha256(content).hexdigest(), ranks))
+        return checkpoints
 
-    def _is_whole(self, version: tuple[int, str], there: Mapping[int, Sequence[int]]) -> bool:
+    def _is_whole(self, version: tuple[int, str], parts: Mapping[int, Sequence[int]]) -> bool:
         """Return whether the hosts together have all files of a checkpoint that this host has a part of."""
-        if not self._first or self.hosts.of[self.rank] not in there:
+        if not self._first or self.hosts.host_of_rank[self.rank] not in parts:
             return False
         manifest = self._read[version[0]]
         files = {shard.file for tensor in manifest.tensors.values() for shard in tensor.shards}
-        return {rank_of(name) for name in files} <= {rank for ranks in there.values() for rank in ranks}
+        return {rank_of(name) for name in files} <= {rank for ranks in parts.values() for rank in ranks}
 
-    def _bring_manifest(self, step: int, there: Mapping[int, Sequence[int]]) -> None:
+    def _bring_manifest(self, step: int, parts: Mapping[int, Sequence[int]]) -> None:
         """Send the manifest and the run file to the first rank of each host that lacks the checkpoint."""
-        source = self.hosts.ranks[min(there)][0]
-        targets = [ranks[0] for host, ranks in enumerate(self.hosts.ranks) if host not in there]
+        source = self.hosts.ranks[min(parts)][0]
+        targets = [ranks[0] for host, ranks in enumerate(self.hosts.ranks) if host not in parts]
 
         def act() -> None:
             for target in targets if self.rank == source else ():
@@ -281,9 +283,9 @@ def _name_of_host(folder: Path, out: Path) -> str:
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a run's ranks, numbered in order of their first ranks. `of`: the host of each rank."""
+    """The hosts of a run's ranks, numbered in order of their first ranks. `host_of_rank`: the host of each rank."""
 
-    of: tuple[int, ...]
+    host_of_rank: tuple[int, ...]
 
     @classmethod
     def by_name(cls, names: Sequence[str]) -> "Hosts":
@@ -294,10 +296,10 @@ class Hosts:
     @cached_property
     def ranks(self) -> list[list[int]]:
         """The ranks on each host."""
-        found: list[list[int]] = [[] for _ in set(self.of)]
-        for rank, host in enumerate(self.of):
-            found[host].append(rank)
-        return found
+        result: list[list[int]] = [[] for _ in set(self.host_of_rank)]
+        for rank, host in enumerate(self.host_of_rank):
+            result[host].append(rank)
+        return result
 
     @property
     def n(self) -> int:
@@ -306,40 +308,40 @@ class Hosts:
 
     def is_first(self, rank: int) -> bool:
         """Return whether a rank is the first rank on its host."""
-        return self.ranks[self.of[rank]][0] == rank
+        return self.ranks[self.host_of_rank[rank]][0] == rank
 
     def keeper(self, rank: int) -> int | None:
         """Return the rank on the next host that keeps a copy of this rank's shards, or None if there is one host."""
         if self.n == 1:
             return None
-        here, there = self.ranks[self.of[rank]], self.ranks[(self.of[rank] + 1) % self.n]
-        return there[here.index(rank) % len(there)]
+        local, following = self.ranks[self.host_of_rank[rank]], self.ranks[(self.host_of_rank[rank] + 1) % self.n]
+        return following[local.index(rank) % len(following)]
 
     def kept_by(self, rank: int) -> list[int]:
         """Return the ranks whose shards this rank keeps a copy of."""
-        return [other for other in range(len(self.of)) if self.keeper(other) == rank]
+        return [other for other in range(len(self.host_of_rank)) if self.keeper(other) == rank]
 
 
 @dataclass(frozen=True)
 class FileTransfer:
-    """A transfer of rank `of`'s file from the host of rank `source` to the host of rank `target`."""
+    """A transfer of rank `owner`'s file from the host of rank `source` to the host of rank `target`."""
 
-    of: int
+    owner: int
     source: int
     target: int
 
 
-def transfers(hosts: Hosts, there: Mapping[int, Sequence[int]], needed: Sequence[Sequence[int]]) -> list[FileTransfer]:
-    """Return the transfers that give each host the files that its ranks need. `there`: host -> ranks whose files it
+def transfers(hosts: Hosts, parts: Mapping[int, Sequence[int]], needed: Sequence[Sequence[int]]) -> list[FileTransfer]:
+    """Return the transfers that give each host the files that its ranks need. `parts`: host -> ranks whose files it
     has. `needed`: for each rank, the ranks whose files it reads. The ranks of a host share the transfers."""
     holders: dict[int, list[int]] = {}
-    for host, files in sorted(there.items()):
-        for of in files:
-            holders.setdefault(of, []).append(host)
-    found = []
+    for host, files in sorted(parts.items()):
+        for owner in files:
+            holders.setdefault(owner, []).append(host)
+    result = []
     for host, targets in enumerate(hosts.ranks):
-        wanted = {of for rank in targets for of in needed[rank]}
-        for at, of in enumerate(sorted(wanted - set(there.get(host, ())))):
-            sources = hosts.ranks[holders[of][at % len(holders[of])]]
-            found.append(FileTransfer(of, sources[at % len(sources)], targets[at % len(targets)]))
-    return found
+        wanted = {owner for rank in targets for owner in needed[rank]}
+        for at, owner in enumerate(sorted(wanted - set(parts.get(host, ())))):
+            sources = hosts.ranks[holders[owner][at % len(holders[owner])]]
+            result.append(FileTransfer(owner, sources[at % len(sources)], targets[at % len(targets)]))
+    return result

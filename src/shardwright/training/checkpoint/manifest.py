@@ -93,8 +93,8 @@ def _corners(boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> dict[tuple
         spans = [((at, 1), (at + n, -1)) for at, n in zip(offsets, shape, strict=True)]
         for corner in itertools.product(*spans):
             sign = 1
-            for _, each in corner:
-                sign *= each
+            for _, factor in corner:
+                sign *= factor
             sums[tuple(at for at, _ in corner)] += sign
     return {corner: total for corner, total in sums.items() if total}
 
@@ -216,8 +216,8 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     if not folder.exists():
         raise CheckpointError(f"{folder} is not a checkpoint: there is no such folder")
     table = _table_of(folder)
-    if (found := table.pop("format", None)) != FORMAT:
-        kind = f"format {found}" if isinstance(found, int) and 0 <= found < 1000 else "another format"
+    if (actual := table.pop("format", None)) != FORMAT:
+        kind = f"format {actual}" if isinstance(actual, int) and 0 <= actual < 1000 else "another format"
         raise CheckpointError(f"{path} is of {kind}, of another version of shardwright; this one reads format {FORMAT}")
     try:
         manifest = _MANIFEST.validate_json(json.dumps(table))
@@ -231,10 +231,10 @@ def read_manifest(folder: Path) -> CheckpointManifest:
             raise DamagedError(f"{path} is damaged: the shards of {name} do not cover each of its elements once")
     for name, sha256 in manifest.files.items():
         try:
-            found = hashlib.sha256(read_bytes(inside(folder, name, DamagedError))).hexdigest()
+            actual = hashlib.sha256(read_bytes(inside(folder, name, DamagedError))).hexdigest()
         except OSError as error:
             raise DamagedError(f"{folder / name} cannot be read: {error.strerror}") from None
-        if found != sha256:
+        if actual != sha256:
             raise DamagedError(f"{folder / name} is damaged: it does not have the sha256 that the manifest gives")
     return manifest
 

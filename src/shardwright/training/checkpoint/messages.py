@@ -64,11 +64,11 @@ class CheckpointMessages:
         except OSError as error:
             failed = error
         for begin in range(0, n, _CHUNK_BYTES):
-            here = part[: min(_CHUNK_BYTES, n - begin)]
-            dist.recv(here, source, group=self._group)
+            chunk = part[: min(_CHUNK_BYTES, n - begin)]
+            dist.recv(chunk, source, group=self._group)
             try:
                 if file is not None and failed is None:
-                    file.write(here.numpy().data)
+                    file.write(chunk.numpy().data)
             except OSError as error:
                 failed = error
         try:

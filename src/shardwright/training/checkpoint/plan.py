@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwright.hugging_face.writer import TensorToWrite
 from shardwright.parallel.boxes import shard_of
 from shardwright.parallel.norm import local_part
-from shardwright.parallel.objects import dealt_by_first, gathered_by_first
+from shardwright.parallel.objects import gathered_by_first, scattered_by_first
 from shardwright.training.checkpoint.manifest import key_of
 from shardwright.training.checkpoint.storage import name_of
 
@@ -55,9 +55,9 @@ def plan_of(tensors: Mapping[str, Tensor]) -> CheckpointPlan:
         pieces.append(TensorPiece(name, offsets, entry))
         boxes.append(TensorBox(name, offsets, shape, entry.dtype, tuple(tensor.shape)))
     everyone = gathered_by_first(boxes, list[TensorBox])
-    mine: list[int] = dealt_by_first(writers(everyone), list[int])
+    assigned: list[int] = scattered_by_first(writers(everyone), list[int])
     wholes = {box.name: (box.whole, box.dtype) for boxes in everyone for box in boxes}
-    return CheckpointPlan(tuple(pieces[at] for at in mine), wholes)
+    return CheckpointPlan(tuple(pieces[at] for at in assigned), wholes)
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ def writers(everyone: Sequence[Sequence[TensorBox]]) -> list[list[int]]:
         for at, box in enumerate(boxes):
             holders.setdefault((box.name, box.offsets), []).append((rank, at))
     n_bytes, chosen = [0] * len(everyone), [list[int]() for _ in everyone]
-    for held in holders.values():
-        rank, at = min(held, key=lambda each: n_bytes[each[0]])
+    for places in holders.values():
+        rank, at = min(places, key=lambda place: n_bytes[place[0]])
         n_bytes[rank] += everyone[rank][at].n_bytes
         chosen[rank].append(at)
     return chosen

@@ -113,7 +113,7 @@ class _CheckpointInProgress:
     begun_in_s: float = 0.0
     snapshot: Snapshot | None = None
     ended_s: float | None = None
-    told: bool = False
+    reported: bool = False
     local: bool = False
 
     @property
@@ -184,7 +184,7 @@ class Saver:
             save.begun_in_s = time.monotonic() - began_s
             self._took(save)
             return self.store.path_of(progress.step)
-        self._begin_beside(save, plan, tensors, self._beside, partial)
+        self._begin_in_background(save, plan, tensors, self._in_background, partial)
         return self.store.path_of(progress.step)
 
     def save_locally(self, progress: TrainingProgress, data: DataRecord, run_toml: str) -> None:
@@ -194,7 +194,7 @@ class Saver:
         began_s = time.monotonic()
         save = _CheckpointInProgress(self._head(progress, data, run_toml), run_toml, began_s, local=True)
         partial = self.local.store.partial_of(progress.step)
-        self._begin_beside(save, self.prepare(), named_tensors(self.trainer), self._locally, partial)
+        self._begin_in_background(save, self.prepare(), named_tensors(self.trainer), self._locally, partial)
 
     def settle(self) -> None:
         """Wait until the checkpoint in progress, if any, is published."""
@@ -207,8 +207,8 @@ class Saver:
         """Return the checkpoints published since the last call."""
         if (save := self._under_way) is not None and save.ended_s is not None:
             self._took(save)
-        told, self._news = self._news, []
-        return told
+        records, self._news = self._news, []
+        return records
 
     def abandon(self) -> None:
         """Stop the checkpoint in progress without publishing it, because other ranks may be gone."""
@@ -231,7 +231,7 @@ class Saver:
             base=trainer.base,
         )
 
-    def _begin_beside(
+    def _begin_in_background(
         self,
         save: _CheckpointInProgress,
         plan: CheckpointPlan,
@@ -254,7 +254,7 @@ class Saver:
         self.local.write(save.step, plan.pieces, copies.__getitem__, functools.partial(self._texts, save, plan))
         save.ended_s = time.monotonic()
 
-    def _beside(self, save: _CheckpointInProgress, plan: CheckpointPlan, snapshot: Snapshot) -> None:
+    def _in_background(self, save: _CheckpointInProgress, plan: CheckpointPlan, snapshot: Snapshot) -> None:
         """Background job: copy the pieces, write them, publish the checkpoint."""
         partial = self.store.partial_of(save.step)
         try:
@@ -307,11 +307,11 @@ class Saver:
 
     def _took(self, save: _CheckpointInProgress) -> None:
         """Record the cost of a checkpoint, once."""
-        if not save.told:
+        if not save.reported:
             took_s = (save.ended_s or time.monotonic()) - save.began_s
             n_bytes = checkpoint_bytes(self.trainer)
             self._news.append(CheckpointRecord(save.step, save.blocked_s, took_s, n_bytes, now(), save.local))
-            save.told = True
+            save.reported = True
 
 
 def save(store: CheckpointStore, trainer: Trainer, progress: TrainingProgress, data: DataRecord, run_toml: str) -> Path:

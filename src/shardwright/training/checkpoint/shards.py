@@ -22,8 +22,8 @@ def file_name(rank: int) -> str:
 
 def rank_of(name: str) -> int | None:
     """Return the rank whose file of shards has this name, or None for another file."""
-    found = re.fullmatch(r"rank-(\d{5,})\.safetensors", name)
-    return int(found[1]) if found else None
+    match = re.fullmatch(r"rank-(\d{5,})\.safetensors", name)
+    return int(match[1]) if match else None
 
 
 def write_shards(

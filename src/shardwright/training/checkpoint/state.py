@@ -39,10 +39,10 @@ def named_tensors(trainer: Trainer) -> dict[str, Tensor]:
     parameters = trainer.model.saved_parameters
     state = named_state(trainer.optimizer, parameters.items())
     kept = trainer.model.compression_state
-    found = {f"model/{k}": v for k, v in parameters.items()} | {f"optimizer/{k}": v for k, v in state.items()}
+    tensors = {f"model/{k}": v for k, v in parameters.items()} | {f"optimizer/{k}": v for k, v in state.items()}
     averages = {} if trainer.average is None else trainer.average.tensors
-    found |= {f"{AVERAGE}{k}": v for k, v in averages.items()}
-    return found | {f"{COMPRESSION}{k}": v for k, v in kept.items()}
+    tensors |= {f"{AVERAGE}{k}": v for k, v in averages.items()}
+    return tensors | {f"{COMPRESSION}{k}": v for k, v in kept.items()}
 
 
 def stored_tensors(trainer: Trainer) -> dict[str, StoredTensor]:
@@ -54,10 +54,10 @@ def stored_tensors(trainer: Trainer) -> dict[str, StoredTensor]:
 def checkpoint_bytes(trainer: Trainer) -> int:
     """Size of a checkpoint in bytes: each whole tensor once, over all ranks. Assumes that all pipeline stages have
     the same number of bytes per parameter."""
-    held = sum(tensor.numel() * tensor.element_size() for tensor in named_tensors(trainer).values())
-    here = sum(parameter.numel() for parameter in trainer.model.saved_parameters.values())
+    local_bytes = sum(tensor.numel() * tensor.element_size() for tensor in named_tensors(trainer).values())
+    n_local = sum(parameter.numel() for parameter in trainer.model.saved_parameters.values())
     spec = trainer.model.spec
-    return held * (spec.n_parameters if spec.lora is None else spec.n_trained_parameters) // max(here, 1)
+    return local_bytes * (spec.n_parameters if spec.lora is None else spec.n_trained_parameters) // max(n_local, 1)
 
 
 def load(folder: Path, trainer: Trainer, data: DataRecord | None) -> CheckpointManifest:
@@ -89,11 +89,11 @@ def load(folder: Path, trainer: Trainer, data: DataRecord | None) -> CheckpointM
 def raise_first(error: CheckpointError | WorkerError | None) -> None:
     """On every rank, raise the error of the first rank that has one. A rank that continued would hang in a
     collective."""
-    mine = None if error is None else (type(error).__name__, str(error).splitlines())
-    everyone = gathered(mine, tuple[str, list[str]] | None)
-    if first := next((each for each in everyone if each is not None), None):
+    own = None if error is None else (type(error).__name__, str(error).splitlines())
+    everyone = gathered(own, tuple[str, list[str]] | None)
+    if first := next((failure for failure in everyone if failure is not None), None):
         name, lines = first
-        if error is not None and first == mine:
+        if error is not None and first == own:
             raise error
         if name == WorkerError.__name__:
             raise WorkerError("\n".join(lines))
@@ -159,56 +159,56 @@ def _differences(
     adapters = None if theirs["lora"] is None else LoraSpec(**theirs["lora"])
     if differing_adapters := adapter_differences(adapters, trainer.model.spec):
         return differing_adapters
-    found = [
+    problems = [
         f"it is of another model: {key}={saved!r}, and this run has {ours.get(key)!r}"
         for key, saved in theirs.items()
         if key not in ("dropout", "init_std", "max_seq_len", "lora") and saved != ours.get(key)
     ]
     base, lora = trainer.base, trainer.model.spec.lora
     if adapters is not None and lora is not None and adapters.base != lora.base:
-        found.append(
+        problems.append(
             f"its adapters were trained with lora.base={adapters.base!r}, and this run has {lora.base!r}; set "
             f"lora.base={adapters.base!r}"
         )
     if manifest.base is not None and base is not None and manifest.base.fingerprint != base.fingerprint:
-        found.append(
+        problems.append(
             f"it has adapters for the weights in {manifest.base.path}, and init.weights={base.path!r} of this run has "
             f"other weights; give the weights that it was trained with"
         )
-    if found:
-        return found
+    if problems:
+        return problems
     if manifest.progress.seed != trainer.seed:
-        found.append(
+        problems.append(
             f"it was trained with seed={manifest.progress.seed} and this run has seed={trainer.seed}, so "
             f"samples would repeat; set seed={manifest.progress.seed}"
         )
     if data is not None:
-        found += _other_samples(manifest, data)
+        problems += _other_samples(manifest, data)
     differing = []
     average = None if trainer.average is None else trainer.average.section.identity
     if manifest.average != average:
-        found.append(
+        problems.append(
             f"its average of the weights has {_words(manifest.average)}, and the average of this run has "
             f"{_words(average)}; give the section [average] that it was trained with"
         )
-        return found
+        return problems
     for name in sorted(tensors.keys() | manifest.tensors.keys()):
-        saved, here = manifest.tensors.get(name), tensors.get(name)
-        if here is None and parameter_of(name) in trainer.model.held_on:
+        saved, tensor = manifest.tensors.get(name), tensors.get(name)
+        if tensor is None and parameter_of(name) in trainer.model.held_on:
             continue  # on another pipeline stage
-        if saved is None or here is None:
+        if saved is None or tensor is None:
             differing.append(f"{name} is {'not in it' if saved is None else 'not in this run'}")
             continue
-        dtype = str(here.dtype).removeprefix("torch.")
-        if (saved.shape, saved.dtype) != (tuple(here.shape), dtype):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if (saved.shape, saved.dtype) != (tuple(tensor.shape), dtype):
             differing.append(
-                f"{name} is {saved.dtype} {list(saved.shape)}, and this run has {dtype} {list(here.shape)}; "
+                f"{name} is {saved.dtype} {list(saved.shape)}, and this run has {dtype} {list(tensor.shape)}; "
                 f"nothing is converted in loading, so give the model, precision and optimizer.state_dtype it was "
                 f"trained with"
             )
     if len(differing) > 3:
         differing = [*differing[:2], f"and {len(differing) - 2} more tensors differ"]
-    return found + differing
+    return problems + differing
 
 
 def _other_samples(manifest: CheckpointManifest, data: DataRecord) -> list[str]:
@@ -216,17 +216,17 @@ def _other_samples(manifest: CheckpointManifest, data: DataRecord) -> list[str]:
     saved = manifest.data
     if saved is None:
         return ["it holds weights that were imported, and no run has trained them"]
-    found = [
-        f"it was trained on samples of {key}={there!r}, and this run cuts them with {key}={here!r}, so it cannot go on "
+    problems = [
+        f"it was trained on samples of {key}={was!r}, and this run cuts them with {key}={now!r}, so it cannot go on "
         f"with each sample once; give the data and sizes it was trained with"
-        for key, there, here in (
+        for key, was, now in (
             ("seq_len", saved["seq_len"], data["seq_len"]),
             ("sequences", saved["sequences"], data["sequences"]),
             ("order", saved.get("order", "all"), data.get("order", "all")),
         )
-        if there != here
+        if was != now
     ]
-    return found + past_problems(saved["mixture"], data["mixture"], manifest.progress.step)
+    return problems + past_problems(saved["mixture"], data["mixture"], manifest.progress.step)
 
 
 _A_NEW_RUN = (

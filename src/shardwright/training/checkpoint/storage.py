@@ -58,12 +58,12 @@ class SafetensorsReader:
 
     def read(self) -> None:
         """Fill this rank's parts of the tensors."""
-        for name, record, there, here in sorted(self._wanted, key=lambda each: (each[1].file, each[0])):
+        for name, record, source, target in sorted(self._wanted, key=lambda wanted: (wanted[1].file, wanted[0])):
             shard = read_shard(self.folder, name, self.manifest.tensors[name].dtype, record)
             if (stored := self._stored.get(name)) is not None:
-                stored.write(tuple(part.start for part in here), shard[there])
+                stored.write(tuple(part.start for part in target), shard[source])
             else:
-                local_part(self._tensors[name]).detach()[here] = shard[there]
+                local_part(self._tensors[name]).detach()[target] = shard[source]
 
 
 def read_shard(folder: Path, name: str, dtype: str, record: ShardRecord) -> Tensor:
@@ -84,10 +84,10 @@ def read_shard(folder: Path, name: str, dtype: str, record: ShardRecord) -> Tens
         raise DamagedError(f"{path} is damaged and cannot be read (looking for {key}): {error}") from None
     if metadata != FILE_METADATA:
         raise DamagedError(f"{path} is damaged: its metadata are {metadata}, and were written as {FILE_METADATA}")
-    found = name_of(shard.dtype), tuple(shard.shape)
-    if found != (dtype, record.shape):
+    actual = name_of(shard.dtype), tuple(shard.shape)
+    if actual != (dtype, record.shape):
         raise DamagedError(
-            f"{path} is damaged: {key} is {found[0]} {list(found[1])} there, and the manifest says {dtype} "
+            f"{path} is damaged: {key} is {actual[0]} {list(actual[1])} there, and the manifest says {dtype} "
             f"{list(record.shape)}"
         )
     if xxh3_128_of(shard) != record.xxh3_128:

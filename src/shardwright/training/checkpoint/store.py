@@ -89,8 +89,8 @@ class CheckpointStore:
         damaged. If they counted for `keep_last`, this good checkpoint would be deleted instead.
         """
         published = self.published()
-        here = published.index(self.path_of(step))
-        for path in (*not_kept(published[:here], self.keep_last), *published[here + 1 :]):
+        index = published.index(self.path_of(step))
+        for path in (*not_kept(published[:index], self.keep_last), *published[index + 1 :]):
             if step_of(path) != self._kept_step:
                 # Rename first: a process killed during deletion leaves no folder with the name of a complete
                 # checkpoint.

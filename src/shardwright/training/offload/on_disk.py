@@ -26,11 +26,11 @@ class OptimizerOnDisk(Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._of_pieces = optimizer
         self.states_on_disk = StatesOnDisk(members, disk)
-        self.counters = [number for each in members for number in each.counters.values()]
+        self.counters = [number for member in members for number in member.counters.values()]
         """The counters, which stay in memory."""
-        for each in members:
-            shapes = {name: _without_values(each.parameter, dtype) for name, dtype in each.dtypes.items()}
-            self.state[each.parameter] = {**each.counters, **shapes}
+        for member in members:
+            shapes = {name: _without_values(member.parameter, dtype) for name, dtype in member.dtypes.items()}
+            self.state[member.parameter] = {**member.counters, **shapes}
 
     def stored(self, parameter: nn.Parameter) -> dict[str, StoredTensor]:
         """Return the states of this rank's shard of a parameter, by name."""
@@ -49,20 +49,20 @@ class OptimizerOnDisk(Optimizer):
     def _update(self, chunk: Chunk, data: Tensor) -> None:
         inner, groups = self._of_pieces, defaultdict[int, list[nn.Parameter]](list)
         inner.state = defaultdict(dict)
-        held = []
+        updates = []
         for piece in chunk.pieces:
             shard = _shard_of(piece)
             before = _states_of(piece, data)
             counters = {name: number.clone() for name, number in piece.member.counters.items()}
-            inner.state[shard] = counters | {n: each.to(shard.device, shard.dtype) for n, each in before.items()}
+            inner.state[shard] = counters | {n: state.to(shard.device, shard.dtype) for n, state in before.items()}
             groups[id(piece.member.group)].append(shard)
-            held.append((piece, shard, before))
+            updates.append((piece, shard, before))
         inner.param_groups = [
             {**group, "params": groups[id(group)]} for group in self.param_groups if id(group) in groups
         ]
         assert len(inner.param_groups) == len(groups), "`OptimizerKind.make` has to keep the groups that it is given"
         inner.step()
-        for piece, shard, before in held:
+        for piece, shard, before in updates:
             self._keep(piece, inner.state.pop(shard), before)
         inner.param_groups = []  # they reference gradients
 

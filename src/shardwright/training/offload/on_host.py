@@ -67,23 +67,23 @@ class OptimizerOnHost(Optimizer):
         self.on_host = OptimizerOnShards(optimizer)
         self.buckets: list[list[_HostParameter]] = []
         for group in self.param_groups:
-            of_group = [_HostParameter(each) for each in members if each.group is group]
-            self.buckets += in_groups(of_group, lambda each: each.weights.nbytes, host.bucket_bytes)
+            of_group = [_HostParameter(member) for member in members if member.group is group]
+            self.buckets += in_groups(of_group, lambda parameter: parameter.weights.nbytes, host.bucket_bytes)
         n_held = sum(map(len, self.buckets))
         assert n_held == len(members), "`OptimizerKind.make` has to keep the groups that it is given"
-        device = next((each.parameter.device for each in members), torch.device("cpu"))
+        device = next((member.parameter.device for member in members), torch.device("cpu"))
         self.link = HostLink(device)
-        largest = max((sum(_room(each.weights) for each in bucket) for bucket in self.buckets), default=0)
+        largest = max((sum(_room(parameter.weights) for parameter in bucket) for bucket in self.buckets), default=0)
         n_buffers = min(BUFFERS, len(self.buckets))
         self.buffers = [torch.empty(largest, dtype=torch.uint8, pin_memory=pins(device)) for _ in range(n_buffers)]
         """One buffer for the gradients of a bucket each."""
-        for each in (held for bucket in self.buckets for held in bucket):
-            self._make_states(each)
+        for parameter in (parameter for bucket in self.buckets for parameter in bucket):
+            self._make_states(parameter)
 
     @property
     def bytes_on_host(self) -> int:
         """Return the bytes of states, weights and gradients in host memory."""
-        return sum(each.nbytes for each in self.tensors_on_host())
+        return sum(tensor.nbytes for tensor in self.tensors_on_host())
 
     def tensors_on_host(self) -> Iterator[Tensor]:
         """Yield every tensor in host memory: states and weights of this rank's shards, and gradient buffers."""
@@ -100,9 +100,9 @@ class OptimizerOnHost(Optimizer):
             following = self._fetch(number + 1)
             arrived()
             self._update(bucket)
-            self.link.send([each.shard for each in bucket], [each.weights for each in bucket])
-            for each in bucket:
-                each.sent()
+            self.link.send([parameter.shard for parameter in bucket], [parameter.weights for parameter in bucket])
+            for parameter in bucket:
+                parameter.sent()
             arrived = following
         self.link.join()
 
@@ -110,41 +110,41 @@ class OptimizerOnHost(Optimizer):
         """Copy a bucket's gradients, and weights that changed since the last step, to the host. The previous bucket in
         the same buffer must have been updated."""
         into: list[Tensor] = []
-        of: list[Tensor] = []
+        sources: list[Tensor] = []
         at = 0
-        for each in self.buckets[number] if number < len(self.buckets) else ():
-            gradient, weights = each.member.parameter.grad, each.weights
+        for parameter in self.buckets[number] if number < len(self.buckets) else ():
+            gradient, weights = parameter.member.parameter.grad, parameter.weights
             weights.grad = None
             if gradient is not None:
                 room = self.buffers[number % BUFFERS][at : at + weights.nbytes]
                 weights.grad = room.view(weights.dtype).view(weights.shape)
                 into.append(weights.grad)
-                of.append(local_part(gradient))
+                sources.append(local_part(gradient))
                 at += _room(weights)
-            if each.changed:
+            if parameter.changed:
                 into.append(weights)
-                of.append(each.shard)
-        return self.link.fetch(into, of)
+                sources.append(parameter.shard)
+        return self.link.fetch(into, sources)
 
     def _update(self, bucket: Sequence[_HostParameter]) -> None:
-        group, weights = bucket[0].member.group, [each.weights for each in bucket]
+        group, weights = bucket[0].member.group, [parameter.weights for parameter in bucket]
         self.on_host.param_groups = [{**group, "params": weights}]
-        before = [dict(self.on_host.state[each]) for each in weights]
+        before = [dict(self.on_host.state[weight]) for weight in weights]
         self.on_host.step()
-        for each, states in zip(weights, before, strict=True):
-            for name, value in self.on_host.state[each].items():
+        for weight, states in zip(weights, before, strict=True):
+            for name, value in self.on_host.state[weight].items():
                 if value is not states[name]:
                     states[name].copy_(value)
-            self.on_host.state[each] = states
+            self.on_host.state[weight] = states
         self.on_host.param_groups = []
 
-    def _make_states(self, held: _HostParameter) -> None:
-        _, parameter, dtypes, counters = held.member
+    def _make_states(self, offloaded: _HostParameter) -> None:
+        _, parameter, dtypes, counters = offloaded.member
         pinned = pins(parameter.device)
         states = {
-            name: torch.zeros(held.weights.shape, dtype=dtype, pin_memory=pinned) for name, dtype in dtypes.items()
+            name: torch.zeros(offloaded.weights.shape, dtype=dtype, pin_memory=pinned) for name, dtype in dtypes.items()
         }
-        self.on_host.state[held.weights] = {**counters, **states}
+        self.on_host.state[offloaded.weights] = {**counters, **states}
         self.state[parameter] = {**counters, **{name: _as_of(value, parameter) for name, value in states.items()}}
 
 
@@ -199,6 +199,6 @@ class HostLink:
             torch.cuda.current_stream(self._up.device).wait_stream(self._up)
 
 
-def _copy(into: Sequence[Tensor], of: Sequence[Tensor]) -> None:
+def _copy(into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     if into:
-        foreach_copy_(list(into), list(of), non_blocking=True)
+        foreach_copy_(list(into), list(sources), non_blocking=True)

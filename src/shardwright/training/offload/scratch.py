@@ -104,19 +104,19 @@ def _take_room(descriptor: int, n_bytes: int) -> None:
 def require_room(folder: Path, n_bytes: int) -> None:
     """Raise InputError, on every rank, unless all ranks of each machine together have room for their `n_bytes` in
     `folder`. A collective; every rank calls it."""
-    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if os.path.exists(each))
-    found = os.statvfs(there)
-    mine = (socket.gethostname(), there.stat().st_dev, n_bytes, found.f_bavail * found.f_frsize)
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
+    volume = os.statvfs(existing)
+    local = (socket.gethostname(), existing.stat().st_dev, n_bytes, volume.f_bavail * volume.f_frsize)
     disks = defaultdict(list)
-    for host, device, needed, free in gathered(mine, tuple[str, int, int, int]):
+    for host, device, needed, free in gathered(local, tuple[str, int, int, int]):
         disks[host, device].append((needed, free))
     problems = []
     for (host, _), ranks in disks.items():
-        needed, free = sum(each for each, _ in ranks), min(each for _, each in ranks)
+        needed, free = sum(need for need, _ in ranks), min(room for _, room in ranks)
         if needed > free:
             problems.append(
                 f"offload_path={str(folder)!r}: the optimizer states of {len(ranks)} ranks on {host} take "
-                f"{' + '.join(format_bytes(each) for each, _ in ranks[:4])}{' + ...' if len(ranks) > 4 else ''} = "
+                f"{' + '.join(format_bytes(need) for need, _ in ranks[:4])}{' + ...' if len(ranks) > 4 else ''} = "
                 f"{format_bytes(needed)}, and {format_bytes(free)} are free there; free "
                 f"{format_bytes(needed - free)} more, name a folder on a larger disk, or shard them over more ranks "
                 f"(layout.zero, dp_shard)"

@@ -215,17 +215,17 @@ def in_chunks(members: Iterable[OffloadedParameter], chunk_bytes: int) -> list[C
 
 
 def _stored(states: StatesOnDisk, members: Iterable[OffloadedParameter]) -> dict[nn.Parameter, dict[str, StoredTensor]]:
-    found = {
-        each.parameter: {
-            name: StoredTensor(states, local_part(each.parameter).shape, dtype) for name, dtype in each.dtypes.items()
+    result = {
+        entry.parameter: {
+            name: StoredTensor(states, local_part(entry.parameter).shape, dtype) for name, dtype in entry.dtypes.items()
         }
-        for each in members
+        for entry in members
     }
     for chunk in states.chunks:
         for piece in chunk.pieces:
             for name, at in piece.at.items():
-                found[piece.member.parameter][name].runs.append((chunk.begin + at, piece.first, piece.count))
-    return found
+                result[piece.member.parameter][name].runs.append((chunk.begin + at, piece.first, piece.count))
+    return result
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -47,11 +47,11 @@ class Adafactor(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         members = self._members
-        reduce_together(total for each in members for total in each.squares(self.state[each.parameter]))
-        reduce_together(total for each in members for total in each.moments())
-        reduce_together(total for each in members for total in each.direction())
-        for each in members:
-            each.apply()
+        reduce_together(total for member in members for total in member.squares(self.state[member.parameter]))
+        reduce_together(total for member in members for total in member.moments())
+        reduce_together(total for member in members for total in member.direction())
+        for member in members:
+            member.apply()
 
 
 class _AdafactorParameter:
@@ -108,9 +108,9 @@ class _AdafactorParameter:
         """Replace the gradient by u in place; yield the sums of u^2 to all-reduce."""
         if self.is_matrix:
             c_EPC = self.state["column"].view(self.shape_ERC[0], len(self.n_rows_P), self.shape_ERC[2])
-            r_ER = self.state["row"].view(self.shape_ERC[:2]) / self._of_rows(self.r_mean_EP.clamp(min=LEAST_SQUARE))
+            r_ER = self.state["row"].view(self.shape_ERC[:2]) / self._for_rows(self.r_mean_EP.clamp(min=LEAST_SQUARE))
             self.u_ERC *= r_ER.clamp(min=LEAST_SQUARE).rsqrt()[..., None]
-            self.u_ERC *= self._of_rows(c_EPC.clamp(min=LEAST_SQUARE).rsqrt())
+            self.u_ERC *= self._for_rows(c_EPC.clamp(min=LEAST_SQUARE).rsqrt())
         else:
             self.u_ERC *= self.state["variance"].clamp(min=LEAST_SQUARE).rsqrt()
         self.u_square_EP = self._by_part(self.u_ERC.square().sum(-1))
@@ -122,7 +122,7 @@ class _AdafactorParameter:
         w_rms_EP, u_rms_EP = ((square / numel_P).sqrt() for square in (self.w_square_EP, self.u_square_EP))
         size_EP = w_rms_EP.clamp(min=group["least_rms"]) / (u_rms_EP / group["clip_threshold"]).clamp(min=1)
         self.w_ERC *= 1 - group["lr"] * group["weight_decay"]
-        self.w_ERC -= self.u_ERC * self._of_rows(group["lr"] * size_EP)[..., None]
+        self.w_ERC -= self.u_ERC * self._for_rows(group["lr"] * size_EP)[..., None]
         for name in ("w_ERC", "u_ERC", "state", "of_rows_ER", "of_columns_EPC"):
             self.__dict__.pop(name, None)
 
@@ -133,7 +133,7 @@ class _AdafactorParameter:
         x_EP = x_ER.new_zeros(x_ER.shape[0], len(self.n_rows_P), *x_ER.shape[2:])
         return x_EP.index_add_(1, self.part_R, x_ER)
 
-    def _of_rows(self, x_EP: Tensor) -> Tensor:
+    def _for_rows(self, x_EP: Tensor) -> Tensor:
         """Return for each row the value of its logical matrix: (E, P, ...) -> (E, R, ...), or (E, 1, ...) if P = 1."""
         return x_EP if self.part_R is None else x_EP[:, self.part_R]
 

@@ -58,22 +58,22 @@ class AdamW8bit(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group, members in self._buckets():
-            moments = [each.moments(self.state[each.parameter]) for each in members]
-            _update(group, members, moments, [self.state[each.parameter]["step"] for each in members])
+            moments = [member.moments(self.state[member.parameter]) for member in members]
+            _update(group, members, moments, [self.state[member.parameter]["step"] for member in members])
             coded = [pair for pair in zip(members, moments, strict=True) if pair[0].blocks is not None]
             for name in SIGNED:
-                scales = [local_part(self.state[each.parameter][scale_of(name)]) for each, _ in coded]
-                parts = [each.largest(wide[name], scale) for (each, wide), scale in zip(coded, scales, strict=True)]
-                over = [groups_that_shard(each.parameter, -1) for each, _ in coded]
+                scales = [local_part(self.state[member.parameter][scale_of(name)]) for member, _ in coded]
+                parts = [member.largest(wide[name], scale) for (member, wide), scale in zip(coded, scales, strict=True)]
+                over = [groups_that_shard(member.parameter, -1) for member, _ in coded]
                 reduce_together(zip(parts, over, strict=True), dist.ReduceOp.MAX)
-                for (each, wide), scale, part in zip(coded, scales, parts, strict=True):
+                for (member, wide), scale, part in zip(coded, scales, parts, strict=True):
                     scale.copy_(part)
-                    each.round(name, wide[name], scale, local_part(self.state[each.parameter][name]))
+                    member.round(name, wide[name], scale, local_part(self.state[member.parameter][name]))
 
     def _buckets(self) -> Iterator[tuple[dict[str, Any], list["_AdamW8bitParameter"]]]:
         """Yield a group with a few of its parameters at a time, the same on all ranks with shards of them."""
         for group, members in zip(self.param_groups, self._members, strict=True):
-            for bucket in in_groups(members, lambda each: each.n_bytes, BUCKET_BYTES):
+            for bucket in in_groups(members, lambda member: member.n_bytes, BUCKET_BYTES):
                 yield group, bucket
 
 
@@ -81,16 +81,16 @@ def _update(
     group: dict[str, Any], members: list["_AdamW8bitParameter"], moments: list[dict[str, Tensor]], steps: list[Any]
 ) -> None:
     """Apply AdamW to shards of parameters and their moments in place. Adds 1 to each of `steps`."""
-    weights = [local_part(each.parameter.detach()) for each in members]
+    weights = [local_part(member.parameter.detach()) for member in members]
     gradients = [
-        torch.zeros_like(weight) if each.parameter.grad is None else local_part(each.parameter.grad)
-        for each, weight in zip(members, weights, strict=True)
+        torch.zeros_like(weight) if member.parameter.grad is None else local_part(member.parameter.grad)
+        for member, weight in zip(members, weights, strict=True)
     ]
     adamw(
         weights,
         gradients,
-        [each["exp_avg"] for each in moments],
-        [each["exp_avg_sq"] for each in moments],
+        [moment["exp_avg"] for moment in moments],
+        [moment["exp_avg_sq"] for moment in moments],
         [],
         steps,
         fused=True,
@@ -121,24 +121,24 @@ class _AdamW8bitParameter:
         """Return the shards of the moments in the type of the parameter; without codes the states themselves."""
         if self.blocks is None:
             return {name: local_part(state[name]) for name in SIGNED}
-        found = {}
+        result = {}
         for name in SIGNED:
             codes, scale = local_part(state[name]), local_part(state[scale_of(name)])
             numbers = self.tables[name].index_select(0, codes.flatten().int()).view(codes.shape)
-            found[name] = self.blocks.each(torch.mul, numbers, scale)
-        return found
+            result[name] = self.blocks.by_block(torch.mul, numbers, scale)
+        return result
 
     def largest(self, x: Tensor, scale: Tensor) -> Tensor:
         """Return the largest absolute value of each block of this shard's rows, over the shard's part."""
         assert self.blocks is not None
-        found = torch.zeros_like(scale)
-        self.blocks.local_scales(found).copy_(self.blocks.cut(x.abs()).amax(-1))
-        return found
+        result = torch.zeros_like(scale)
+        self.blocks.local_scales(result).copy_(self.blocks.cut(x.abs()).amax(-1))
+        return result
 
     def round(self, name: str, x: Tensor, scale: Tensor, codes: Tensor) -> None:
         """Write the codes of a moment."""
         assert self.blocks is not None
-        divided = self.blocks.each(torch.div, x, torch.where(scale == 0, 1.0, scale))
+        divided = self.blocks.by_block(torch.div, x, torch.where(scale == 0, 1.0, scale))
         codes.copy_(torch.bucketize(divided, self.borders[name], out_int32=True))
 
 
@@ -160,10 +160,10 @@ class _Blocks:
         """Return (..., C) as (..., N, B), with zeros for other ranks' elements."""
         return F.pad(x, (self.before, self.after)).unflatten(-1, (self.n, self.size))
 
-    def each(self, compute: Callable[[Tensor, Tensor], Tensor], x: Tensor, scale: Tensor) -> Tensor:
+    def by_block(self, compute: Callable[[Tensor, Tensor], Tensor], x: Tensor, scale: Tensor) -> Tensor:
         """Return `compute` of each element, (..., C), and the scale of its block, contiguous for fused updates."""
-        found = compute(self.cut(x), self.local_scales(scale).unsqueeze(-1))
-        return found.flatten(-2).narrow(-1, self.before, self.columns).contiguous()
+        result = compute(self.cut(x), self.local_scales(scale).unsqueeze(-1))
+        return result.flatten(-2).narrow(-1, self.before, self.columns).contiguous()
 
 
 def table(signed: bool) -> Tensor:
@@ -173,20 +173,20 @@ def table(signed: bool) -> Tensor:
     times 10^(e - 6); signed: also their negatives.
     """
     places = BITS - 1
-    found = [0.0, 1.0]
+    numbers = [0.0, 1.0]
     for exponent in range(places):
         n_parts = 2 ** (exponent + (not signed))
         for part in range(n_parts):
             middle = (0.1 + 0.9 * (part + 0.5) / n_parts) * 10.0 ** (exponent - places + 1)
-            found += [middle, -middle] if signed else [middle]
-    return torch.tensor(sorted(found), dtype=torch.float64)
+            numbers += [middle, -middle] if signed else [middle]
+    return torch.tensor(sorted(numbers), dtype=torch.float64)
 
 
 def borders(signed: bool) -> Tensor:
     """Return the 255 boundaries between the numbers of the table. Unsigned, the first is 0: no positive value becomes
     0."""
     numbers = table(signed)
-    found = (numbers[:-1] + numbers[1:]) / 2
+    result = (numbers[:-1] + numbers[1:]) / 2
     if not signed:
-        found[0] = 0.0
-    return found
+        result[0] = 0.0
+    return result

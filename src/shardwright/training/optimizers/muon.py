@@ -77,8 +77,8 @@ def map_logical_matrices(whole: Tensor, row: Row, compute: Callable[[Tensor], Te
         return compute(whole)
     sizes = [n for _, n in row.parts]
     by_head = whole.unflatten(-2, (row.heads, -1)).split(sizes, -2)
-    found = [compute(part.flatten(-3, -2)).unflatten(-2, (row.heads, -1)) for part in by_head]
-    return torch.cat(found, -2).flatten(-3, -2)
+    matrices = [compute(part.flatten(-3, -2)).unflatten(-2, (row.heads, -1)) for part in by_head]
+    return torch.cat(matrices, -2).flatten(-3, -2)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

@@ -46,16 +46,16 @@ class AfterSpike(Hook):
         recheck = self.trainer.recheck
         if recheck is None or recheck.same:
             return
-        told = f"step {step}: {recheck.first}; {recheck}"
+        text = f"step {step}: {recheck.first}; {recheck}"
         if recheck.second is None:
-            told += "; the step is taken with the second result. Have that device checked, or leave it out"
-        self.log.tell("fault", step, told, recheck.suspects[0] if len(recheck.suspects) == 1 else None)
+            text += "; the step is taken with the second result. Have that device checked, or leave it out"
+        self.log.tell("fault", step, text, recheck.suspects[0] if len(recheck.suspects) == 1 else None)
 
     def next(self, spike: Spike, taken: TakenStep) -> RunStart | None:
         """Apply `faults.spike` to a step that was not taken. Return the start of the run after a rollback, otherwise
         None. Raises SpikeError if the run stops."""
         step, samples = taken.step, taken.samples
-        told, places = self._described(spike, step, samples)
+        text, places = self._described(spike, step, samples)
         assert self.trainer.spikes is not None
         in_a_row = self.trainer.spikes.state.in_a_row
         back = None
@@ -67,38 +67,38 @@ class AfterSpike(Hook):
             in_a_row = self._went_back[back.step] = self._went_back.get(back.step, 0) + 1
         if self.policy == "stop" or in_a_row >= IN_A_ROW:
             if self.policy != "stop":
-                told += f"; these are {in_a_row} spikes in a row, and {IN_A_ROW} stop a run"
-            self.log.event("spike", step, told, samples=places)
-            raise SpikeError(f"{told}\nthe step was not taken: weights and checkpoints are those from before it")
+                text += f"; these are {in_a_row} spikes in a row, and {IN_A_ROW} stop a run"
+            self.log.event("spike", step, text, samples=places)
+            raise SpikeError(f"{text}\nthe step was not taken: weights and checkpoints are those from before it")
         if back is None:
             none = "; there is no checkpoint to go back to yet" if self.policy == "rollback" else ""
-            told = f"{told}; skipped, weights and optimizer states stay{none}"
+            text = f"{text}; skipped, weights and optimizer states stay{none}"
         else:
-            told = (
-                f"{told}; back to {back.checkpoint} (step {back.step}), from now on without samples {samples[0]} to "
+            text = (
+                f"{text}; back to {back.checkpoint} (step {back.step}), from now on without samples {samples[0]} to "
                 f"{samples[1] - 1}"
             )
-        self.log.tell("skip" if back is None else "rollback", step, told, samples=places)
+        self.log.tell("skip" if back is None else "rollback", step, text, samples=places)
         return back
 
     def stop(self, spike: Spike, step: int, samples: tuple[int, int], done: int) -> NoReturn:
         """Raise SpikeError for step number `step`, whose loss or gradient norm is not finite, after `done` steps."""
-        told, places = self._described(spike, step, samples)
-        self.log.event("spike", step, told, samples=places)
+        text, places = self._described(spike, step, samples)
+        self.log.event("spike", step, text, samples=places)
         seen = "" if done == step else f" (found after step {done})"
         raise SpikeError(
-            f"{told}\nthe run is stopped{seen}: checkpoints are those from before step {step}, none holds its numbers. "
+            f"{text}\nthe run is stopped{seen}: checkpoints are those from before step {step}, none holds its numbers. "
             f"To leave such steps out, set faults.spike to 'skip' or 'rollback'; if it is the first of many, lower "
             f"optimizer.lr or optimizer.clip_norm"
         )
 
     def _described(self, spike: Spike, step: int, samples: tuple[int, int]) -> tuple[str, list[SamplePlace]]:
         """Return a description of an abnormal step, and the places of its samples in the data."""
-        told = f"step {step}: {spike}"
+        text = f"step {step}: {spike}"
         if self.trainer.recheck is not None:
-            told += f"; {self.trainer.recheck}"
+            text += f"; {self.trainer.recheck}"
         places = self.samples.places(range(*samples))
-        return f"{told}; {self._in_words(places, spike.losing)}", places
+        return f"{text}; {self._in_words(places, spike.losing)}", places
 
     def _in_words(self, places: Sequence[SamplePlace], losing: Sequence[int]) -> str:
         """Describe the first samples of a step, or of its ranks with non-finite loss. `events.jsonl` lists all."""
@@ -106,14 +106,14 @@ class AfterSpike(Hook):
         data_ranks = {layout.data_rank(rank) for rank in losing}
         per_rank = len(places) / layout.data_ranks  # a fraction if a sample is cut into sequences of several ranks
         suspected = [
-            each
-            for n, each in enumerate(places)
+            place
+            for n, place in enumerate(places)
             if any(n < (data_rank + 1) * per_rank and data_rank * per_rank < n + 1 for data_rank in data_ranks)
         ]
-        shown, of = (suspected, f" of {ranks_in_words(losing)}") if suspected else (places, "")
-        told = "; ".join(f"{each.sample}: {each}" for each in shown[:PLACES_SHOWN])
+        shown, of_ranks = (suspected, f" of {ranks_in_words(losing)}") if suspected else (places, "")
+        text = "; ".join(f"{place.sample}: {place}" for place in shown[:PLACES_SHOWN])
         more = f" and {len(shown) - PLACES_SHOWN} more, in {EVENTS}" if len(shown) > PLACES_SHOWN else ""
-        return f"its samples{of} are {told}{more}"
+        return f"its samples{of_ranks} are {text}{more}"
 
 
 class ReportSkipped(Hook):

@@ -58,12 +58,12 @@ class CopyGroup(NamedTuple):
 def groups_of_copies(model: ParallelModel, tensors: Mapping[str, Tensor]) -> dict[Ranks, CopyGroup]:
     """Return the groups of this rank that have copies, by their ranks. Each group means a collective, so the order
     is the same on all ranks of the world. `tensors`: from `named_tensors`."""
-    found: dict[Ranks, CopyGroup] = {}
+    groups: dict[Ranks, CopyGroup] = {}
     ranks_of: dict[dist.ProcessGroup, Ranks] = {}
     for name, tensor in sorted(tensors.items()):  # ranks of pp have them in different orders
         for ranks, group in _groups(model, name, tensor, ranks_of):
-            found.setdefault(ranks, CopyGroup(group, [])).names.append(name)
-    return dict(sorted(found.items()))
+            groups.setdefault(ranks, CopyGroup(group, [])).names.append(name)
+    return dict(sorted(groups.items()))
 
 
 def _groups(
@@ -76,13 +76,13 @@ def _groups(
             ranks_of[group] = tuple(sorted(dist.get_process_group_ranks(group)))
         return ranks_of[group]
 
-    here, parameter = dist.get_rank(), parameter_of(name)
+    rank, parameter = dist.get_rank(), parameter_of(name)
     others: set[int] = set()
     """Ranks with other shards, along any axis."""
     if isinstance(tensor, DTensor):
         for axis, placement in enumerate(tensor.placements):
             if not placement.is_replicate():
-                others |= {*ranks(tensor.device_mesh.get_group(axis))} - {here}
+                others |= {*ranks(tensor.device_mesh.get_group(axis))} - {rank}
     experts = isinstance(tensor, DTensor) and row_of(model.spec, parameter).split == "experts"
     mesh = model.mesh if not experts or model.expert_mesh is None else model.expert_mesh
     for name_of_axis in mesh.mesh_dim_names or ():
@@ -121,51 +121,51 @@ def differing_copies(trainer: Trainer) -> DifferingCopies | None:
     groups = groups_of_copies(model, tensors)
     sums: dict[str, Tensor] = {}
     for name in {name for compared in groups.values() for name in compared.names}:
-        held = stored[name].read() if name in stored else local_part(tensors[name])
-        sums[name] = checksum(held).to(model.mesh.device_type)
+        local = stored[name].read() if name in stored else local_part(tensors[name])
+        sums[name] = checksum(local).to(model.mesh.device_type)
     places = {name: place for place, name in enumerate(model.held_on)}
     differs_in: defaultdict[str, list[int]] = defaultdict(list)
     for ranks, (group, names) in groups.items():
-        mine = torch.stack([sums[name] for name in names])
+        local_sums = torch.stack([sums[name] for name in names])
         # One all-reduce gives the maximum and the minimum, since ~x falls as x rises.
-        extremes = torch.cat([mine, ~mine])
+        extremes = torch.cat([local_sums, ~local_sums])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
         largest, least = extremes.chunk(2)
         for name, differs in zip(names, (largest != ~least).tolist(), strict=True):
             if differs:
                 differs_in[name].append(ranks[0])
-    found = []
+    differing = []
     for name, groups_of_it in differs_in.items():
         kind, _, parameter = name.rpartition("/")
-        found.append(CopyDifference(kind != "model", places[parameter], name, tuple(groups_of_it), int(sums[name])))
-    everyone = gathered(min(found, default=None), CopyDifference | None)
-    told = {rank: each for rank, each in enumerate(everyone) if each is not None}
-    return in_words(told) if told else None
+        differing.append(CopyDifference(kind != "model", places[parameter], name, tuple(groups_of_it), int(sums[name])))
+    everyone = gathered(min(differing, default=None), CopyDifference | None)
+    by_rank = {rank: difference for rank, difference in enumerate(everyone) if difference is not None}
+    return in_words(by_rank) if by_rank else None
 
 
-def in_words(found: Mapping[int, CopyDifference]) -> DifferingCopies:
-    """Describe the copies that differ. `found`: the difference of each rank that found one."""
-    first = min(found.values())
-    alike = {rank: each for rank, each in found.items() if each.name == first.name}
+def in_words(by_rank: Mapping[int, CopyDifference]) -> DifferingCopies:
+    """Describe the copies that differ. `by_rank`: the difference of each rank that found one."""
+    first = min(by_rank.values())
+    alike = {rank: diff for rank, diff in by_rank.items() if diff.name == first.name}
     groups: set[int] = set()
     reached = {*first.groups}
     while reached - groups:  # groups that share a rank have copies of the same shard
         groups |= reached
-        reached = {group for each in alike.values() if groups & {*each.groups} for group in each.groups}
+        reached = {group for diff in alike.values() if groups & {*diff.groups} for group in diff.groups}
     by_sum: defaultdict[int, list[int]] = defaultdict(list)
-    for rank, each in alike.items():
-        if groups & {*each.groups}:
-            by_sum[each.total].append(rank)
+    for rank, diff in alike.items():
+        if groups & {*diff.groups}:
+            by_sum[diff.total].append(rank)
     parties = sorted(by_sum.values(), key=lambda ranks: (len(ranks), ranks))
     *kind, parameter = first.name.split("/")[1:]
-    told = f"copies of {''.join(f'{each} of ' for each in kind)}{parameter} differ: "
+    text = f"copies of {''.join(f'{part} of ' for part in kind)}{parameter} differ: "
     if len(parties) > 1 and len(parties[-1]) > len(parties[-2]):
         odd = sorted(rank for ranks in parties[:-1] for rank in ranks)
-        told += f"{ranks_in_words(odd)} {'holds' if len(odd) == 1 else 'hold'} other bits than the "
-        told += f"{len(parties[-1])} others, {ranks_in_words(parties[-1])}"
-        return DifferingCopies(told, odd[0] if len(odd) == 1 else None)
+        text += f"{ranks_in_words(odd)} {'holds' if len(odd) == 1 else 'hold'} other bits than the "
+        text += f"{len(parties[-1])} others, {ranks_in_words(parties[-1])}"
+        return DifferingCopies(text, odd[0] if len(odd) == 1 else None)
     sides = " and ".join(ranks_in_words(ranks) for ranks in parties)
-    return DifferingCopies(f"{told}{sides} hold other bits, and so few copies do not tell which are right")
+    return DifferingCopies(f"{text}{sides} hold other bits, and so few copies do not tell which are right")
 
 
 class CompareCopies(Hook):

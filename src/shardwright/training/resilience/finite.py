@@ -83,7 +83,7 @@ class FiniteCheck:
         if not unread:
             return None
         judges_norm = self.trainer.scaler is None or self.exhausted
-        numbers = torch.stack([torch.stack([each.loss_part.double(), each.norm.double()]) for each in unread]).tolist()
+        numbers = torch.stack([torch.stack([step.loss_part.double(), step.norm.double()]) for step in unread]).tolist()
         bad = [
             i
             for i, (loss_part, norm) in enumerate(numbers)

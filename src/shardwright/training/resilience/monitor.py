@@ -143,10 +143,10 @@ class Monitor:
             since_s = self._since_s  # before the frame: a line of a later phase is then dropped
             self._reported.beat(beats, since_s, self._ours(sys._current_frames().get(self._training)))
             late = bool(self._limit_s) and now_s > max(self._since_s, allowed_from_s) + self._limit_s
-            if not answered and (late or self.folder.asked):
+            if not answered and (late or self.folder.dump_requested):
                 self.folder.answer(self.rank, self.dump())
                 answered = True
-            elif answered and not late and not self.folder.asked:
+            elif answered and not late and not self.folder.dump_requested:
                 answered = False
             if late and ends_run:
                 self._end_run()
@@ -156,19 +156,19 @@ class Monitor:
         reports the ranks that hold up the others on stderr and to its torchrun. The first of these ranks writes the
         event."""
         watch = RanksWatch(self.out, self.layout.world_size)
-        blamed, told = watch.compared(watch.states())
+        blamed, reason = watch.compared(watch.states())
         states = watch.states()
         if not self._late(states):
             return
         able = [rank for rank in sorted(states) if rank not in blamed and states[rank].beats]
         hosts = {rank: who.host for rank in able if (who := self.folder.identity(rank))}
-        here = [rank for rank in able if hosts.get(rank) == os.uname().nodename]
-        if not here or self.rank == here[0]:
-            text = f"error: {told}"
+        local = [rank for rank in able if hosts.get(rank) == os.uname().nodename]
+        if not local or self.rank == local[0]:
+            text = f"error: {reason}"
             if not able or self.rank == able[0]:
-                append_event(self.out, EventRecord("hang", self._step, told, blamed[0] if len(blamed) == 1 else None))
+                append_event(self.out, EventRecord("hang", self._step, reason, blamed[0] if len(blamed) == 1 else None))
             if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-                message = {"message": told, "extraInfo": {"py_callstack": told, "timestamp": str(int(time.time()))}}
+                message = {"message": reason, "extraInfo": {"py_callstack": reason, "timestamp": str(int(time.time()))}}
                 Path(path).write_text(json.dumps({"message": message}))
             print(visible(text), file=LossyStream("stderr"), flush=True)
         else:
@@ -190,8 +190,8 @@ class Monitor:
             if thread.name == READER and thread.ident in frames and self._phase == "data":
                 stack += "the thread that reads data:\n"
                 stack += "".join(traceback.format_stack(frames[thread.ident])[-STACK_SHOWN:])
-        here = linecache.getline(frame.f_code.co_filename, frame.f_lineno) if frame is not None else ""
-        waits = bool(_WAITS.search(here)) or (bool(pending) and ".backward(" in here)
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno) if frame is not None else ""
+        waits = bool(_WAITS.search(line)) or (bool(pending) and ".backward(" in line)
         module, action = self._inside(frame)
         for_s = time.monotonic() - self._since_s
         return RankDump(self._ours(frame), waits, module, action, stack, tuple(pending), joined, for_s)
@@ -215,8 +215,8 @@ class Monitor:
         """Return the layout axes along which a process group lies."""
         if len(ranks) == self.layout.world_size:
             return "all ranks"
-        found = (axes for axes in _GROUPED if ranks == self.layout.group_of(self.rank, *axes))
-        return " x ".join(next(found, ("some",)))
+        matching = (axes for axes in _GROUPED if ranks == self.layout.group_of(self.rank, *axes))
+        return " x ".join(next(matching, ("some",)))
 
     def _ours(self, frame: FrameType | None) -> str:
         """Return file, line and function of the innermost frame of Shardwright code."""
@@ -245,9 +245,9 @@ def _name_of(line: MessageChannel) -> str:
 
 
 def _messages_waited_for() -> Iterator[JoinedCollective]:
-    for each in waited_for():
-        line = each.line
-        yield JoinedCollective(each.what, each.number, _name_of(line), line.axis, (line.source, line.target), True)
+    for wait in waited_for():
+        line = wait.line
+        yield JoinedCollective(wait.what, wait.number, _name_of(line), line.axis, (line.source, line.target), True)
 
 
 class NoMonitor:

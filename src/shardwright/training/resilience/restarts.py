@@ -57,8 +57,8 @@ class Restarts:
             if not self.allowed:
                 raise error
             used = "the one restart of {} is" if self.allowed == 1 else f"all {self.allowed} restarts of {{}} are"
-            told = used.format(f"--max-restarts {self.allowed}")
-            raise type(error)(f"{error}\n{told} used up").of_rank(error.rank)
+            subject = used.format(f"--max-restarts {self.allowed}")
+            raise type(error)(f"{error}\n{subject} used up").of_rank(error.rank)
         self.used += 1
         remark = self._use_places(error)
         first_line = str(error).partition("\n")[0]
@@ -95,10 +95,10 @@ class Restarts:
         place = None if error.rank is None else self.attempt.places[error.rank]
         if place is not None and self._spares:
             return self._use_spare(place)
-        self._faulty = [*(each for each in self._faulty if each == place), place] if place is not None else []
+        self._faulty = [*(faulty for faulty in self._faulty if faulty == place), place] if place is not None else []
         if len(self._faulty) < FAULTS_IN_A_ROW or self.config.faults.min_ranks is None:
             return ""
-        left = tuple(each for each in self._usable if each != place)
+        left = tuple(usable for usable in self._usable if usable != place)
         config = shrunk(self.config, len(left), self.config.faults.min_ranks)
         if config is None:
             raise type(error)(
@@ -114,6 +114,6 @@ class Restarts:
         """Replace a place by the first spare and return a remark about it."""
         self._spares.append(place)
         spare = self._spares.pop(0)
-        places = tuple(spare if each == place else each for each in self.attempt.places)
+        places = tuple(spare if used == place else used for used in self.attempt.places)
         self.attempt = Attempt(self.attempt.config, places)
         return f" (at place {spare} instead of {place})"

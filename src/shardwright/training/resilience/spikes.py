@@ -69,8 +69,8 @@ class Spike:
         return math.isfinite(self.loss) and math.isfinite(self.norm)
 
     def __str__(self) -> str:
-        told = f"{self.why} (loss {self.loss:.6g}, gradient norm {self.norm:.6g})"
-        return f"{told}; {self.where}" if self.where else told
+        text = f"{self.why} (loss {self.loss:.6g}, gradient norm {self.norm:.6g})"
+        return f"{text}; {self.where}" if self.where else text
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,10 @@ class Recheck:
         if self.same:
             return "run again with the same samples and weights it gave the same: the data or the model, not a device"
         result = self.second or f"loss {self.loss:.6g}, gradient norm {self.norm:.6g}"
-        told = f"run again with the same samples and weights it gave another result ({result}): a faulty device"
+        text = f"run again with the same samples and weights it gave another result ({result}): a faulty device"
         if len(self.suspects) == 1:
-            return f"{told}, that of {ranks_in_words(self.suspects)}"
-        return f"{told}, one of those of {ranks_in_words(self.suspects)}" if self.suspects else told
+            return f"{text}, that of {ranks_in_words(self.suspects)}"
+        return f"{text}, one of those of {ranks_in_words(self.suspects)}" if self.suspects else text
 
 
 def _not_finite(spike: Spike) -> tuple[str, ...]:
@@ -175,7 +175,7 @@ class SpikeGuard:
         first, self._first, self.recheck, self.seen = self._first, None, None, None
         if overflowed:
             return False
-        self.seen = self._found(loss, norm)
+        self.seen = self._spike(loss, norm)
         if first is not None:
             self.recheck = Recheck(first, self.seen, loss, norm, suspects(self.model.layout, first.losing))
         elif self.config.recheck and self.seen is not None and not self.seen.finite:
@@ -188,28 +188,28 @@ class SpikeGuard:
         self.state.skipped += 1
         return False
 
-    def _found(self, loss: float, norm: float) -> Spike | None:
+    def _spike(self, loss: float, norm: float) -> Spike | None:
         """Return the spike if a step with these numbers is one, otherwise None. Every rank calls this."""
         why = self.judge(loss, norm)
         if why is None or (math.isfinite(loss) and math.isfinite(norm)):
             return None if why is None else Spike(loss, norm, why)
-        held = [(k, p.grad) for k, p in self.model.named_parameters.items() if p.grad is not None]
-        bad = [name for name, gradient in held if not bool(torch.isfinite(local_part(gradient)).all())]
+        gradients = [(k, p.grad) for k, p in self.model.named_parameters.items() if p.grad is not None]
+        bad = [name for name, gradient in gradients if not bool(torch.isfinite(local_part(gradient)).all())]
         assert self._loss_part is not None
         where, losing = origin(self.model, not bool(torch.isfinite(self._loss_part)), bad)
         return Spike(loss, norm, why, where, losing)
 
     def judge(self, loss: float, norm: float) -> str | None:
         """Return why a step with these numbers is a spike, or None. Finite numbers are added to the windows."""
-        state, found = self.state, None
+        state, reason = self.state, None
         for name, value, window in (("loss", loss, state.losses), ("gradient norm", norm, state.norms)):
             if not math.isfinite(value):
-                found = found or f"the {name} is {value}"
+                reason = reason or f"the {name} is {value}"
             elif len(window) >= LEAST_WINDOW:
                 mean, deviation = fmean(window), stdev(window)
                 limit = mean + self.config.spike_sigma * deviation
                 if value > limit:
-                    found = found or (
+                    reason = reason or (
                         f"the {name} {value:.6g} is above {mean:.6g} + {self.config.spike_sigma:g} x {deviation:.3g} = "
                         f"{limit:.6g}, the mean and {self.config.spike_sigma:g} standard deviations of "
                         f"{len(window)} steps"
@@ -218,7 +218,7 @@ class SpikeGuard:
             for value, window in ((loss, state.losses), (norm, state.norms)):
                 window.append(value)
                 del window[:-SPIKE_WINDOW]
-        return found
+        return reason
 
 
 def origin(model: ParallelModel, loses: bool, bad: Iterable[str]) -> tuple[str, tuple[int, ...]]:
@@ -227,25 +227,25 @@ def origin(model: ParallelModel, loses: bool, bad: Iterable[str]) -> tuple[str, 
     this rank's shard has such a number."""
     names = list(model.held_on)
     place = {name: i for i, name in enumerate(names)}
-    found = gathered((loses, max((place[name] for name in bad), default=-1)), tuple[bool, int])
-    return in_words(found, names), tuple(rank for rank, (loses, _) in enumerate(found) if loses)
+    by_rank = gathered((loses, max((place[name] for name in bad), default=-1)), tuple[bool, int])
+    return in_words(by_rank, names), tuple(rank for rank, (loses, _) in enumerate(by_rank) if loses)
 
 
-def in_words(found: Sequence[tuple[bool, int]], names: Sequence[str]) -> str:
-    """Describe the origin of non-finite numbers. `found`: for each rank, whether its part of the loss is not finite,
+def in_words(by_rank: Sequence[tuple[bool, int]], names: Sequence[str]) -> str:
+    """Describe the origin of non-finite numbers. `by_rank`: for each rank, whether its part of the loss is not finite,
     and the index of the last name with a non-finite gradient, or -1. `names`: parameters in order of the forward
     pass."""
-    told = []
-    if losing := [rank for rank, (loss, _) in enumerate(found) if loss]:
-        told.append(f"the loss is not finite on {ranks_in_words(losing)}")
-    first = max(i for _, i in found)
+    parts = []
+    if losing := [rank for rank, (loss, _) in enumerate(by_rank) if loss]:
+        parts.append(f"the loss is not finite on {ranks_in_words(losing)}")
+    first = max(i for _, i in by_rank)
     if first >= 0:
-        holding = [rank for rank, (_, i) in enumerate(found) if i == first]
-        told.append(
+        holding = [rank for rank, (_, i) in enumerate(by_rank) if i == first]
+        parts.append(
             f"the first gradient that is not finite, in the order of the backward pass, is that of {names[first]} on "
             f"{ranks_in_words(holding)}"
         )
-    return "; ".join(told)
+    return "; ".join(parts)
 
 
 def spike_guard(config: FaultsSection, model: ParallelModel, device: torch.device) -> SpikeGuard | None:

@@ -50,9 +50,9 @@ Times = NDArray[np.float64]
 def gathered_times(own_s: Sequence[float]) -> Times:
     """Return the own times of the last steps on all ranks, in seconds, of shape (steps, ranks). Every rank calls
     this with the same number of steps."""
-    mine = torch.tensor(own_s, dtype=torch.float64)
-    everyone = mine.new_empty(dist.get_world_size() * len(own_s))
-    all_gather_single(everyone, mine)
+    local_s = torch.tensor(own_s, dtype=torch.float64)
+    everyone = local_s.new_empty(dist.get_world_size() * len(own_s))
+    all_gather_single(everyone, local_s)
     return everyone.view(-1, len(own_s)).T.numpy()
 
 
@@ -93,14 +93,14 @@ class Stragglers:
     def slowest(self, own_s: Times) -> Slowest:
         """Return the slowest rank by mean over steps of `own_s` (steps, ranks)."""
         mean_s = own_s.mean(0, keepdims=True)
-        costs_s = (mean_s - self._of_peers(mean_s))[0]
+        costs_s = (mean_s - self._peer_medians(mean_s))[0]
         rank = int(costs_s.argmax())
         return Slowest(rank, float(costs_s[rank]))
 
     def judge(self, own_s: Times, step: int) -> list[StragglerChange]:
         """Add own times (steps, ranks), the last being step number `step`. Return the changes of stragglers."""
         changes = []
-        for at, (own_R, ratio_R) in enumerate(zip(own_s, own_s / self._of_peers(own_s), strict=True), 1):
+        for at, (own_R, ratio_R) in enumerate(zip(own_s, own_s / self._peer_medians(own_s), strict=True), 1):
             self._n_steps += 1
             if self._n_steps > NOT_JUDGED:
                 if len(self._window) == WINDOW:
@@ -130,40 +130,40 @@ class Stragglers:
             StragglerChange(rank, step, self._in_words(rank, step, float(median_R[rank]))) for rank in sorted(slow)
         ]
         for rank in sorted(again):
-            told = f"rank {rank} is no straggler any more: {median_R[rank]:.2f} times {self._beside(rank)}"
-            changes.append(StragglerChange(rank, step, told))
+            text = f"rank {rank} is no straggler any more: {median_R[rank]:.2f} times {self._compared_with_peers(rank)}"
+            changes.append(StragglerChange(rank, step, text))
         return changes
 
     def _in_words(self, rank: int, step: int, ratio: float) -> str:
         own_s = np.stack([own_R for own_R, _ in self._window])
         mean_s = own_s.mean(0, keepdims=True)
-        mine_s, theirs_s = float(mean_s[0, rank]), float(self._of_peers(mean_s)[0, rank])
+        mine_s, theirs_s = float(mean_s[0, rank]), float(self._peer_medians(mean_s)[0, rank])
         before = ""
         if len(self._past) >= LEAST_PAST and not self.alone[rank]:
             before = f"; before, {np.median(np.stack(self._past)[:, rank]):.2f} times"
-        told = f"rank {rank} is a straggler: it computes {ratio:.2f} times {self._beside(rank)}"
+        text = f"rank {rank} is a straggler: it computes {ratio:.2f} times {self._compared_with_peers(rank)}"
         steps = f"steps {step - WINDOW + 1} to {step}"
         if self.alone[rank]:
-            return f"{told} ({format_seconds(mine_s)} a step in {steps})"
+            return f"{text} ({format_seconds(mine_s)} a step in {steps})"
         waits = f"; the others wait {format_seconds(max(mine_s - theirs_s, 0.0))} a step for it"
-        return f"{told} ({format_seconds(mine_s)} and {format_seconds(theirs_s)} a step in {steps}{before}){waits}"
+        return f"{text} ({format_seconds(mine_s)} and {format_seconds(theirs_s)} a step in {steps}{before}){waits}"
 
-    def _beside(self, rank: int) -> str:
+    def _compared_with_peers(self, rank: int) -> str:
         if self.alone[rank]:
             return "as long as it used to, beside all other ranks"
         (group,) = (group for group in self.groups if rank in group)
-        others = [int(each) for each in group if each != rank]
+        others = [int(other) for other in group if other != rank]
         return f"as long as {'the median of ' if len(others) > 1 else ''}{ranks_in_words(others)}, with the same work"
 
-    def _of_peers(self, own_s: Times) -> Times:
+    def _peer_medians(self, own_s: Times) -> Times:
         """Return, for each step and rank, the median own time of its peers, or of all other ranks without peers."""
-        found = np.empty_like(own_s)
+        peers_s = np.empty_like(own_s)
         for group in self.groups:
             if len(group) > 1:
-                found[:, group] = _median_of_others(own_s[:, group])
+                peers_s[:, group] = _median_of_others(own_s[:, group])
         if self.alone.any():
-            found[:, self.alone] = _median_of_others(own_s)[:, self.alone]
-        return found
+            peers_s[:, self.alone] = _median_of_others(own_s)[:, self.alone]
+        return peers_s
 
 
 def peers(layout: Layout) -> list[NDArray[np.intp]]:

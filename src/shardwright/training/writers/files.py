@@ -81,13 +81,13 @@ class TensorBoard(MetricsWriter):
     def write(self, record: Record) -> None:
         if self._writer is None and shutil.disk_usage(self._folder).free < MiB:
             return
-        with self._anew_after_error():
+        with self._reopened_after_error():
             self._writer = self._writer or self._begin()
             for key, value in numbers_of(record).items():
                 self._writer.add_scalar(f"{record['kind']}/{key}", value, record["step"])
 
     @contextmanager
-    def _anew_after_error(self) -> Iterator[None]:
+    def _reopened_after_error(self) -> Iterator[None]:
         try:
             yield
         except OSError:  # an error of the writer thread, which has then ended
@@ -96,7 +96,7 @@ class TensorBoard(MetricsWriter):
 
     def close(self) -> None:
         if self._writer is not None:
-            with self._anew_after_error():
+            with self._reopened_after_error():
                 self._writer.close()
 
 

@@ -82,10 +82,10 @@ class WriterKind:
     def missing(self) -> str | None:
         """Return a problem with the command that mends it if the package is not installed, otherwise None."""
         try:
-            there = importlib.util.find_spec(self.package) is not None
+            installed = importlib.util.find_spec(self.package) is not None
         except (ModuleNotFoundError, ValueError):  # the parent of a dotted name; a package replaced by None
-            there = False
-        if there:
+            installed = False
+        if installed:
             return None
         return f"[metrics] asks for {self.name}, which is not installed: pip install {self.install or self.package}"
 
@@ -205,4 +205,4 @@ def values_of(record: Record) -> Iterator[tuple[str, dict[str | None, float]]]:
             yield key, {None: value}
         elif isinstance(value, dict | list | tuple) and key != "tokens_by_expert":  # a table
             several = value if isinstance(value, dict) else dict(enumerate(value))
-            yield key, {str(name): each for name, each in several.items() if isinstance(each, int | float)}
+            yield key, {str(name): number for name, number in several.items() if isinstance(number, int | float)}

@@ -198,9 +198,9 @@ def trainer_class(name: str) -> type[Any]:
         except ModuleNotFoundError as error:
             raise _not_installed(name, error) from None
         except Exception as error:  # the code of the installed package
-            said = (str(error).splitlines() or [""])[0]
+            reason = (str(error).splitlines() or [""])[0]
             raise environment_error(name, error) or InputError(
-                f"--trainer {name}: the installed package cannot be imported ({type(error).__name__}: {said}); set "
+                f"--trainer {name}: the installed package cannot be imported ({type(error).__name__}: {reason}); set "
                 f"what it asks for, or install another version"
             ) from None
     else:
@@ -216,8 +216,8 @@ def trainer_class(name: str) -> type[Any]:
     kind = getattr(module, "Trainer", None)
     if not isinstance(kind, type):
         classes = [key for key, value in vars(module).items() if isinstance(value, type)]
-        there = f"; it has {', '.join(classes)}" if classes else ""
-        raise InputError(f"{name}: a class named Trainer is needed{there}")
+        hint = f"; it has {', '.join(classes)}" if classes else ""
+        raise InputError(f"{name}: a class named Trainer is needed{hint}")
     if missing := [method for method in METHODS if not callable(getattr(kind, method, None))]:
         raise InputError(f"{name}: class Trainer has no method {' and no '.join(missing)}; it needs {tuple(METHODS)}")
     for method, arguments in METHODS.items():

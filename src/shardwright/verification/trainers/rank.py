@@ -174,8 +174,8 @@ def _checked(
     """Return the tensors that a method returned on this rank, after the ranks have compared all names and shapes with
     the initial weights. `parameters`: if gradients may be None, the parameters whose zeros replace them."""
     given = _mapping(method, given)
-    here = {} if parameters is None else {name: value is None for name, value in given.items()}
-    missing: list[dict[str, bool]] = gathered(here, dict[str, bool])
+    absent = {} if parameters is None else {name: value is None for name, value in given.items()}
+    missing: list[dict[str, bool]] = gathered(absent, dict[str, bool])
     for name in dict.fromkeys(name for ranks in missing for name in ranks):
         without = [rank for rank, ranks in enumerate(missing) if ranks.get(name) is True]
         having = [rank for rank, ranks in enumerate(missing) if ranks.get(name) is False]
@@ -186,7 +186,7 @@ def _checked(
             )
     filled = {name: parameters.get(name) if value is None and parameters else value for name, value in given.items()}
     tensors = _tensors(method, filled)
-    for name in [name for name in tensors if here.get(name)]:
+    for name in [name for name in tensors if absent.get(name)]:
         tensors[name].tensor.zero_()
     shapes: list[dict[str, tuple[int, ...]]] = gathered(
         {name: tuple(tensor.shape) for name, tensor in tensors.items()}, dict[str, tuple[int, ...]]
