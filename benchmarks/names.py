@@ -3,6 +3,7 @@
 python benchmarks/names.py
 
 - A class name is defined once in src; a leading underscore does not make it another name.
+- No variable, parameter, attribute or function of src has a name of `NAMES`.
 - No phrase of `PHRASES` stands in a docstring or in the help of an option or key of src or, outside of code blocks,
   on a page of docs.
 """
@@ -11,7 +12,7 @@ import ast
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,14 +37,16 @@ PHRASES = (
     "nobody",
 )
 """Regular expressions of phrases that the documentation does not use; case does not matter."""
+NAMES = ("asked", "each", "found", "held", "here", "mine", "of", "said", "there", "told", "wrong")
+"""Names that do not name the thing; a leading underscore does not make them other names."""
 MADE = ("docs/checkers.md", "docs/mutations.md", "docs/run-file.md", "docs/measured-runs.md")
 """Pages whose words come from tests and from descriptions of keys; CHANGELOG.md keeps its entries as they were."""
 
 
 def main() -> None:
     """Print every problem, and exit with 1 if there is one."""
-    problems = [*repeated_classes(ROOT), *used_phrases(ROOT, PHRASES)]
-    print("\n".join(problems) or "each class name is defined once in src, and src and docs use no phrase of the list")
+    problems = [*repeated_classes(ROOT), *used_names(ROOT, NAMES), *used_phrases(ROOT, PHRASES)]
+    print("\n".join(problems) or "each class name is defined once, and no name or phrase of the lists is used")
     sys.exit(bool(problems))
 
 
@@ -57,6 +60,21 @@ def repeated_classes(root: Path) -> Iterator[str]:
     for name, where in places.items():
         if len(where) > 1:
             yield f"class {name} is defined {len(where)} times: {', '.join(where)}"
+
+
+def used_names(root: Path, names: Collection[str]) -> Iterator[str]:
+    """Definitions in `root`/src with one of `names`, each with its place."""
+    for path in _sources(root):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case (
+                    ast.Name(id=name, ctx=ast.Store())
+                    | ast.Attribute(attr=name, ctx=ast.Store())
+                    | ast.arg(arg=name)
+                    | ast.alias(asname=str(name))
+                    | ast.FunctionDef(name=name)
+                ) if name.lstrip("_") in names:
+                    yield f"{path.relative_to(root)}:{node.lineno}: {name!r} does not name the thing"
 
 
 def used_phrases(root: Path, phrases: Sequence[str]) -> Iterator[str]:

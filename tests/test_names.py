@@ -27,6 +27,22 @@ def test_a_class_name_that_is_defined_twice_is_named_with_both_places(tmp_path: 
     assert list(CHECK["repeated_classes"](tmp_path)) == ["class Options is defined 2 times: src/a.py:1, src/b.py:2"]
 
 
+def test_a_name_of_the_list_is_seen_where_it_is_defined(tmp_path: Path):
+    code = """
+        for found in rows:
+            print(found.held, held=1)
+        rows = [each for each in found]
+        def _told(self, wrong):
+            self._mine = lambda asked: asked
+        class Box:
+            of: int
+        import json as said
+    """
+    written(tmp_path, a=dedent(code))
+    result = [line.partition(": ")[2].partition(" does")[0] for line in CHECK["used_names"](tmp_path, CHECK["NAMES"])]
+    assert sorted(result) == ["'_mine'", "'_told'", "'asked'", "'each'", "'found'", "'of'", "'said'", "'wrong'"]
+
+
 def test_a_phrase_is_found_in_docstrings_and_pages_but_not_in_code(tmp_path: Path):
     function = 'def f():\n    """One line.\n\n    Sums those\n    of n."""\n    return "those of"\n'
     code = function + 'N = 1\n"""Those of m."""\n'
