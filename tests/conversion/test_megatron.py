@@ -226,6 +226,17 @@ def scale_positions(folder: Path) -> None:
     _change(folder, lambda content: content.update(args=Namespace(use_rope_scaling=True, rotary_interleaved=True)))
 
 
+class ListedArguments(Namespace):
+    """Pickled as a Namespace whose state is no table of attributes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Namespace, (), (None, {"rotary_base": 10000})
+
+
+def list_arguments(folder: Path) -> None:
+    _change(folder, lambda content: content.update(args=ListedArguments()))
+
+
 def pipe_for_common(folder: Path) -> None:
     leave_out_common(folder)
     os.mkfifo(folder / "common.pt")
@@ -275,6 +286,7 @@ def latest_in_words(folder: Path) -> None:
         (change_argument, "the run has rotary_base=10000, and the model has rope_theta=100.0"),
         (scale_positions, "the run has use_rope_scaling=True; supported: False"),
         (scale_positions, "the run has rotary_interleaved=True; supported: False"),
+        (list_arguments, "common.pt is damaged"),
         (pipe_for_common, "common.pt"),
         (many_layers, r"linear_fc2.weight has the shape \[4, .*, and the model has 2 layers; give the model of the"),
         (split_group, "fits 2 groups of the optimizer with other settings"),

@@ -250,7 +250,8 @@ def test_values_of_auto_come_from_the_training_arguments_in_any_order(tmp_path: 
 
 
 def test_hybrid_sharding_of_accelerate_has_a_replica_for_each_machine(tmp_path: Path) -> None:
-    run = read(tmp_path, {"a.yaml": ACCELERATE, "b.json": json.dumps(ARGUMENTS)}, world=None)
+    # Its own arguments may have a key of a program that is not read.
+    run = read(tmp_path, {"a.yaml": ACCELERATE, "b.json": json.dumps(ARGUMENTS | {"base_model": "a/b"})}, world=None)
     assert str(run.choice) == "dp_replicate=2,dp_shard=8,zero=3,micro_batch=2"
 
 
@@ -317,6 +318,7 @@ def test_alternatives_stay_within_the_abilities_of_the_system_and_keep_its_offlo
             "base_model: a/b",
             "x.yaml:5: base_model is a key of axolotl, which is not",
         ),
+        ("x.yaml", "mixed_precision: bf16", "model_type: llama\nbase_model: a/b", "x.yaml:6: base_model is a key"),
         ("x.yaml", "mixed_precision: bf16", "model: {_component_: a}", "x.yaml:5: _component_ is a key of torchtune"),
         ("x.yaml", "FSDP", "MEGATRON_LM", "x.yaml:1: distributed_type MEGATRON_LM: give Megatron-LM's own arguments"),
         ("x.yaml", "mixed_precision: bf16", "? [a, b]\n: 1", "x.yaml:5: a key is a list; valid: a word or a number"),

@@ -205,9 +205,17 @@ def test_a_command_with_few_options_is_the_training_if_most_are_the_systems(tmp_
     with pytest.raises(InputError) as error:
         read("torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4\n", tmp_path, "few.sh")
     assert "few.sh: --seq-length is missing (batch.seq_len), and Megatron-LM has no default" in str(error.value)
-    for command in ("pip install --quiet --upgrade x", "accelerate launch --config c.yaml train.py --fp16 --lr_x 1"):
-        with pytest.raises(InputError, match="no command with options of Megatron-LM is found"):
+    for command in (
+        "pip install --quiet --upgrade x",
+        "accelerate launch --config c.yaml train.py --fp16 --lr_x 1",
+        "torchrun --nproc_per_node 8 train.py",
+        "grep -- --num-layers x",
+        "A=\n$A\ntorchrun --nproc_per_node 8 t.py",
+    ):
+        with pytest.raises(InputError, match="no command with options of Megatron-LM is found; supported"):
             read(f"{command}\n", tmp_path, "other.sh")
+    with pytest.raises(InputError, match=r"other\.sh:1: sources model\.sh, which is not next to the script"):
+        read("source ./model.sh\ntorchrun pretrain_gpt.py --bf16 ${ARGS[@]}\n", tmp_path, "other.sh")
 
 
 NEMO = """\

@@ -11,7 +11,9 @@ from shardwright.schedule.draw import ScheduleTimeline, ink_on, planned, shades,
 from shardwright.schedule.simulate import Simulation
 from shardwright.schedule.validate import problems
 from shardwright.view.document import (
+    FOUR_DIGITS,
     NUMBER,
+    SHARE,
     WORDS,
     Code,
     Column,
@@ -24,8 +26,6 @@ from shardwright.view.document import (
     VerbDocument,
 )
 
-TIME = Quantity("{:.4g}".format)
-SHARE = Quantity("{:.1%}".format)
 COUNTED = Quantity("{:g}".format)
 """A number of micro-batches, which may be a fraction."""
 READING = (
@@ -97,7 +97,7 @@ def _comparison(simulations: Sequence[Simulation], kept_for_weight: float) -> It
         for simulation in simulations
     ]
     names = "schedule", "stages", "bubble", "makespan", "in flight", "memory", "weights", "messages"
-    kinds = WORDS, NUMBER, NUMBER, TIME, COUNTED, TIME, NUMBER, NUMBER
+    kinds = WORDS, NUMBER, NUMBER, FOUR_DIGITS, COUNTED, FOUR_DIGITS, NUMBER, NUMBER
     staggered = ", ".join(
         f"{simulation.schedule.name} {_bubble_of_makespan(simulation):.1%}"
         for simulation in simulations
@@ -127,7 +127,7 @@ def _ranks(simulation: Simulation, kept_for_weight: float) -> Table:
         for rank, spans in enumerate(simulation.spans)
     ]
     names = "rank", "stages", "first", "last", "starts", "ends", "bubble", "in flight", "memory"
-    kinds = WORDS, WORDS, WORDS, WORDS, TIME, TIME, SHARE, COUNTED, TIME
+    kinds = WORDS, WORDS, WORDS, WORDS, FOUR_DIGITS, FOUR_DIGITS, SHARE, COUNTED, FOUR_DIGITS
     return Table([Column(*column) for column in zip(names, kinds, strict=True)], rows)
 
 

@@ -47,6 +47,13 @@ _FUNCTIONS: dict[tuple[str, str], Any] = {
 """The other names that a `.metadata` may call -> the function that is called here."""
 
 
+class _Record(InertObject):
+    """An object of a `.metadata`, whose state may be no table of attributes."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Reads a `.metadata` and constructs the classes of `_CLASSES` and `more_classes` only, each as a new class without
     code."""
@@ -57,7 +64,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name in (*_CLASSES.get(module, ()), *self.more_classes.get(module, ())):
-            return type(name, (InertObject,), {})
+            return type(name, (_Record,), {})
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return name
         if (module, name) in _FUNCTIONS:

@@ -26,7 +26,7 @@ class InertObject:
         self.arguments = arguments
 
     def __setstate__(self, state: Any) -> None:
-        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+        self.__dict__.update(state)
 
 
 def load_pickled(path: Path, classes: Sequence[StandIn], system: str) -> Any:

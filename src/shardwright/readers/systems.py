@@ -29,8 +29,8 @@ SUPPORTED = (
 SHELL = (".sh", ".bash", ".txt", ".args", ".slurm", ".sbatch", "")
 FEWEST_OPTIONS = 3
 """Options of a system's table from which on a command starts a training, whatever other options it has."""
-NOT_READ = {"axolotl": "base_model", "torchtune": "_component_"}
-"""System whose YAML is not read -> the last part of a key that only its files have."""
+NOT_READ = {"axolotl": ("base_model", range(1)), "torchtune": ("_component_", range(10))}
+"""System whose YAML is not read -> the last part of a key that only its files have, and how deep it stands."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ def _source(path: Path) -> tuple[System | None, ConfigurationSource | None, Mode
         return TORCHTITAN, ConfigurationSource(str(named), python.settings, python.skipped), None
     if suffix in (".json", ".yaml", ".yml"):
         settings = tree_settings(path)
-        for setting in settings:
-            for name, key in NOT_READ.items():
-                if setting.option.rpartition(".")[2] == key:
+        for setting in settings if suffix != ".json" else ():
+            for name, (key, depths) in NOT_READ.items():
+                if setting.option.rpartition(".")[2] == key and setting.option.count(".") in depths:
                     raise InputError(
                         f"{setting.where}: {key} is a key of {name}, which is not read; supported: {SUPPORTED}"
                     )
@@ -107,7 +107,8 @@ def _shell_source(path: Path) -> tuple[System, ConfigurationSource]:
             return MLPERF, ConfigurationSource(str(path), tuple(mlperf_settings(variables)), tuple(shell.notes))
         if (words := _words_of_variables(shell, system)) is not None:
             return system, ConfigurationSource(str(path), tuple(settings_of(words, system.options)), tuple(shell.notes))
-        ranked = [words for words in ranked if _is_short_command(words, system)]
+        # A note names a line that was not read, which may have the other options.
+        ranked = [words for words in ranked if not shell.notes and _is_short_command(words, system)]
     if not ranked:
         hint = f"; {shell.notes[0]}" if shell.notes else ""
         raise InputError(f"{path}: no command with options of {system.name} is found{hint}; supported: {SUPPORTED}")
@@ -161,11 +162,14 @@ def _known_options(words: Sequence[Word], system: System) -> int:
 
 
 def _is_short_command(words: Sequence[Word], system: System) -> bool:
-    """Return whether a command with fewer than `FEWEST_OPTIONS` starts a training: it runs a program with options, most
-    of them the system's."""
-    known = _known_options(words, system)
-    n_others = sum(name not in system.options for name in _option_names(words))
-    return words[0].text not in ("echo", "printf") and known > n_others
+    """Return whether a command with fewer than `FEWEST_OPTIONS` starts a training: it runs a program in Python, most of
+    whose options are the system's. A file of arguments has no program."""
+    program = next((at for at, word in enumerate(words) if word.text.endswith(".py")), None)
+    if program is None and not (words and is_option(words[0])):
+        return False
+    own = words[(program or 0) :]  # the options before the program are the launcher's
+    known = _known_options(own, system)
+    return known > sum(name not in system.options for name in _option_names(own))
 
 
 def _option_names(words: Sequence[Word]) -> list[str]:

@@ -207,12 +207,7 @@ class RLEvaluation:
 
     def summaries(self) -> dict[str, ErrorSummary]:
         """Return the errors of each group."""
-        return {
-            name: summary(
-                ErrorSummary, [ComparedRow(row.row.id, row.step.total_s, row.row.step_time_s) for row in rows]
-            )
-            for name, rows in self.groups().items()
-        }
+        return {name: summary(ErrorSummary, [row.compared for row in rows]) for name, rows in self.groups().items()}
 
     def as_json(self) -> dict[str, Any]:
         """Return every row and the errors of each group."""

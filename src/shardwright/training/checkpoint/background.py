@@ -87,7 +87,7 @@ class BackgroundThread:
             nonlocal pause_s
             ended_s = self.others_ended_s
             if ended_s is not None and time.monotonic() > ended_s + _ARRIVES_IN_S:
-                raise CheckpointError(f"{place}: what other ranks have written is not seen {_ARRIVES_IN_S:.0f} s later")
+                raise CheckpointError(f"{place}: the files of other ranks are not visible {_ARRIVES_IN_S:.0f} s later")
             if self.abandoned.is_set():
                 return False
             self.abandoned.wait(pause_s)  # then the caller looks once more: a rank may have reported an error

@@ -199,7 +199,7 @@ def copy(folder: DurableFolder, checkpoint: Path, rank: int, world_size: int, wa
         folder.put(step, checkpoint / name)
     folder.confirm(step, rank, of_this)
     if rank == 0:
-        if confirmations(folder, step, world_size, wait, expected=of_this) is None:
+        if confirmations(folder, step, world_size, wait, of_this.__eq__) is None:
             return False
         folder.publish(step, manifest)
     return True

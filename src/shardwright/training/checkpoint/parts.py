@@ -34,17 +34,20 @@ class SharedTarget(Protocol):
 
 
 def confirmations(
-    target: SharedTarget, step: int, world_size: int, wait: Callable[[], bool], expected: str | None = None
+    target: SharedTarget, step: int, world_size: int, wait: Callable[[], bool], accept: Callable[[str], bool]
 ) -> list[str] | None:
-    """Return the text of each rank's confirmation, once there are all. `wait` pauses and returns whether to continue;
-    if not, None is returned. `expected`: the only text that counts."""
-    texts = []
-    for rank in range(world_size):
-        while (text := target.confirmed(step, rank)) is None or expected not in (None, text):
-            if not wait():
-                return None
-        texts.append(text)
-    return texts
+    """Return the text of each rank's confirmation once all have confirmed. `wait` pauses and returns whether to
+    continue; if not, None is returned. `accept`: whether a text counts; it raises if that rank failed, also while
+    lower ranks have not confirmed."""
+    texts: dict[int, str] = {}
+    while True:
+        for rank in set(range(world_size)) - texts.keys():
+            if (text := target.confirmed(step, rank)) is not None and accept(text):
+                texts[rank] = text
+        if len(texts) == world_size:
+            return [texts[rank] for rank in range(world_size)]
+        if not wait():
+            return None
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,16 @@ _REPORT = TypeAdapter(PartReport)
 
 def reported_records(texts: Sequence[str]) -> ShardRecords:
     """Return the records in the reports of all ranks. Raises CheckpointError with the first problem."""
-    reports = [_REPORT.validate_json(text, strict=True) for text in texts]
-    for report in reports:
-        if report.problem:
-            raise CheckpointError(report.problem)
-    return [record for report in reports for record in report.records]
+    return [record for text in texts for record in _good_report(text).records]
+
+
+def is_good_report(text: str) -> bool:
+    """Return True. Raises CheckpointError with the problem of a report that has one."""
+    return bool(_good_report(text))
+
+
+def _good_report(text: str) -> PartReport:
+    report = _REPORT.validate_json(text, strict=True)
+    if report.problem:
+        raise CheckpointError(report.problem)
+    return report

@@ -41,7 +41,13 @@ from shardwright.training.checkpoint.manifest import (
     TrainingProgress,
     sha256_of_text,
 )
-from shardwright.training.checkpoint.parts import PartReport, ShardRecords, confirmations, reported_records
+from shardwright.training.checkpoint.parts import (
+    PartReport,
+    ShardRecords,
+    confirmations,
+    is_good_report,
+    reported_records,
+)
 from shardwright.training.checkpoint.plan import CheckpointPlan, TensorPiece, plan_of
 from shardwright.training.checkpoint.shards import tensor_records, write_shards
 from shardwright.training.checkpoint.state import COMPRESSION, checkpoint_bytes, named_tensors, stored_tensors, together
@@ -287,7 +293,7 @@ class Saver:
     def _publish(self, save: _CheckpointInProgress, plan: CheckpointPlan) -> None:
         """Rank 0: publish the checkpoint once all ranks have written."""
         wait = self._thread.pauses(self.store.partial_of(save.step))
-        reports = confirmations(self.store, save.step, dist.get_world_size(), wait)
+        reports = confirmations(self.store, save.step, dist.get_world_size(), wait, is_good_report)
         if reports is not None:
             self.store.complete(save.step, *self._texts(save, plan, reported_records(reports)))
 

@@ -25,7 +25,7 @@ def not_kept(before: Sequence[T], keep_last: int) -> Sequence[T]:
 
 
 class CheckpointStore:
-    """RUN/checkpoints. Only one rank may call methods that change the folder."""
+    """RUN/checkpoints. Only one rank may call methods that change the folder, except `confirm`."""
 
     def __init__(self, folder: Path, keep_last: int = 1) -> None:
         self.folder = folder
@@ -63,7 +63,7 @@ class CheckpointStore:
         fresh.rename(path)
 
     def confirmed(self, step: int, rank: int) -> str | None:
-        """Return that report, or None if there is none yet. Raises OSError if the checkpoint in progress is gone."""
+        """Return a rank's report, or None if there is none yet. Raises OSError if the checkpoint is gone."""
         path = self._confirmation(step, rank)
         try:
             return path.read_text(encoding="utf-8")
