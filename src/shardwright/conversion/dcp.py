@@ -47,7 +47,7 @@ _FUNCTIONS: dict[tuple[str, str], Any] = {
 """The other names that a `.metadata` may call -> the function that is called here."""
 
 
-class _Record(InertObject):
+class _MetadataObject(InertObject):
     """An object of a `.metadata`, whose state may be no table of attributes."""
 
     def __setstate__(self, state: Any) -> None:
@@ -64,7 +64,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name in (*_CLASSES.get(module, ()), *self.more_classes.get(module, ())):
-            return type(name, (_Record,), {})
+            return type(name, (_MetadataObject,), {})
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return name
         if (module, name) in _FUNCTIONS:
