@@ -55,7 +55,7 @@ def test_a_rank_has_the_stages_of_its_way():
 
 def test_layers_with_experts_are_told_from_those_without():
     stages = pipeline.stages(job("deepseek-v3"), one(pp=2, dp_shard=8, zero=1, ep=8))
-    plain, mixtures = stages.kind_seconds.values()
+    plain, mixtures = stages.layers_by_kind.values()
     assert plain.tolist() == [3, 0]
     assert mixtures.sum() == 58
 

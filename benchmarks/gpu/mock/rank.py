@@ -54,7 +54,7 @@ def choose_first(self: Sampling, *args: Any) -> Tensor:
     return torch.zeros_like(_choose(self, *args))
 
 
-def prompts_to_fill(self: ForwardBackward, *args: Any) -> Tensor:
+def loss_of_one(self: ForwardBackward, *args: Any) -> Tensor:
     """A loss of 1 for one target token."""
     return torch.ones_like(_evaluation_sums(self, *args), device="cpu")
 
@@ -95,7 +95,7 @@ def place_by_step(self: PlaceExperts, step: int, loads: list[list[int]]) -> None
 
 
 Sampling.choose = choose_first  # type: ignore[assignment,method-assign]
-ForwardBackward.evaluation_sums = prompts_to_fill  # type: ignore[assignment,method-assign]
+ForwardBackward.evaluation_sums = loss_of_one  # type: ignore[assignment,method-assign]
 PlaceExperts._place = place_by_step  # type: ignore[method-assign]
 FiniteCheck.note = note_ones  # type: ignore[method-assign]
 numbers.LogNumbers.numbers = numbers_of_ones  # type: ignore[assignment,method-assign]

@@ -151,7 +151,7 @@ def counts(model: ModelSpec, stages: Stages, candidates: Candidates) -> Ints:
     feedback, (4, n, S): of logical matrices sent as products rows and columns, of others blocks; of a rank of tp."""
     rank, k = powersgd_rank(candidates.shared), elements_of_block(candidates.shared)
     result = np.zeros((4, len(candidates), len(stages.layers)), np.int64)
-    for block, layers in stages.kind_seconds.items():
+    for block, layers in stages.layers_by_kind.items():
         for row in block.rows if rank or k else ():
             if rank and factored(row, rank):
                 result += np.array(_row_counts(row))[:, None, None] * layers

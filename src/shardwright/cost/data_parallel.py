@@ -73,7 +73,7 @@ class OverlappedPasses:
 
 
 def data_parallel(
-    job: Job, candidates: Candidates, params: RankParameters, m: Ints, beside: OverlappedPasses
+    job: Job, candidates: Candidates, params: RankParameters, m: Ints, overlapped: OverlappedPasses
 ) -> Floats:
     """Return the exposed communication of weights and gradients in a step, in seconds.
 
@@ -100,10 +100,10 @@ def data_parallel(
     """
     if ledger.recording():
         with ledger.unrecorded():
-            rank = int(_exposed_s(job, candidates, params, m, beside)[0].argmax())
-        beside.note(rank)
-        beside = beside.on(rank)
-    max_s = _exposed_s(job, candidates, params, m, beside).max(axis=1)
+            rank = int(_exposed_s(job, candidates, params, m, overlapped)[0].argmax())
+        overlapped.note(rank)
+        overlapped = overlapped.on(rank)
+    max_s = _exposed_s(job, candidates, params, m, overlapped).max(axis=1)
     after = [*replica_messages(job, candidates, params), *compression.messages(candidates, params)]
     slower = job.stack.speed.slowdown(DATA)
     parts = {"weights and gradients": max_s} | {message.what: message.seconds(job.cluster, slower) for message in after}
@@ -112,10 +112,12 @@ def data_parallel(
     return ledger.total(DATA, parts)
 
 
-def _exposed_s(job: Job, candidates: Candidates, params: RankParameters, m: Ints, beside: OverlappedPasses) -> Floats:
+def _exposed_s(
+    job: Job, candidates: Candidates, params: RankParameters, m: Ints, overlapped: OverlappedPasses
+) -> Floats:
     """Return the seconds that overlapping messages add to the step on each rank, (n, R)."""
-    traffic = _DataParallelTraffic(job, candidates, params, beside)
-    result = np.zeros(beside.forward.shape)
+    traffic = _DataParallelTraffic(job, candidates, params, overlapped)
+    result = np.zeros(overlapped.forward.shape)
     for zero in np.unique(candidates.zero):
         sent = [
             (times, exposed)
@@ -133,8 +135,8 @@ def _exposed_s(job: Job, candidates: Candidates, params: RankParameters, m: Ints
             for _, exposed in sent:
                 f.add(exposed.inputs)
             f("messages that no slack takes", plus(*(_in_step(f, times, exposed.anyway(f)) for times, exposed in sent)))
-            ledger.note("slack", "", beside.slack, "s", f"{candidates.shared.pp_schedule} simulated; cost/idle.py")
-            f.add(slack=beside.slack)
+            ledger.note("slack", "", overlapped.slack, "s", f"{candidates.shared.pp_schedule} simulated; cost/idle.py")
+            f.add(slack=overlapped.slack)
             longer = np.maximum(f.messages_beside_passes - f.slack, f.messages_that_no_slack_takes)
             seconds = f("weights and gradients", longer)
         result = np.where((candidates.zero == zero)[:, None], seconds, result)
@@ -249,10 +251,11 @@ class ExposedCollective(NamedTuple):
 class _DataParallelTraffic:
     """The data-parallel collectives of a step, by name, and their exposed parts."""
 
-    def __init__(self, job: Job, candidates: Candidates, params: RankParameters, beside: OverlappedPasses) -> None:
+    def __init__(self, job: Job, candidates: Candidates, params: RankParameters, overlapped: OverlappedPasses) -> None:
         self.job, self.candidates = job, candidates
-        self.passes = {F: beside.forward, I_AND_W: beside.backward}
-        self.windows, self.chunks = {F: beside.forward_windows, I_AND_W: beside.backward_windows}, beside.chunks
+        self.passes = {F: overlapped.forward, I_AND_W: overlapped.backward}
+        self.windows = {F: overlapped.forward_windows, I_AND_W: overlapped.backward_windows}
+        self.chunks = overlapped.chunks
         self.groups = groups(job, candidates, params)
         self.params = params
         self._sent: dict[str, Floats] = {}
@@ -431,9 +434,9 @@ def rank_parameters(job: Job, candidates: Candidates, rank: int | None = None) -
     )
     replicas, kv_replicas = parameters.with_partial_gradients(job.model, cut, candidates)
     blocks = np.array([len(layers) for layers in cut.layers])
-    expert_blocks = sum((n for block, n in cut.kind_seconds.items() if block.experts), np.zeros_like(blocks))
+    expert_blocks = sum((n for block, n in cut.layers_by_kind.items() if block.experts), np.zeros_like(blocks))
     shape = params.dense.shape
-    untrained = sum((_untrained(block) * n for block, n in cut.kind_seconds.items()), np.zeros_like(blocks))
+    untrained = sum((_untrained(block) * n for block, n in cut.layers_by_kind.items()), np.zeros_like(blocks))
     of_trained = params.trained
     frozen = [params.dense - of_trained.dense, params.expert - of_trained.expert, params.ends - of_trained.ends]
     frozen[0] = frozen[0] - untrained * (job.model.lora is not None)

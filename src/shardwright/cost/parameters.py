@@ -67,7 +67,7 @@ class Parameters:
             adapters = self.of_trained.dense[:, stages.of_rank[rank]].sum(1)
             ledger.note("A", "", adapters, "", f"parameters of adapters, rank {rank} of pp")
         own_stages = stages.of_rank[rank]
-        layers = {block: int(counts[own_stages].sum()) for block, counts in stages.kind_seconds.items()}
+        layers = {block: int(counts[own_stages].sum()) for block, counts in stages.layers_by_kind.items()}
         layers = {block: count for block, count in layers.items() if count}
         ends = self.ends[:, own_stages].sum(1)
         for name, kind, numel, place in (("P", DENSE, self.dense, 0), ("Q", EXPERT, self.expert, 1)):
@@ -177,7 +177,7 @@ def _parameters(
     dense, expert, hidden = ends.copy(), np.zeros_like(ends), np.zeros_like(ends)
     of_block: dict[BlockShape, tuple[Ints, Ints]] = {}
     layer_dense, layer_expert, matrix = np.zeros_like(tp), np.zeros_like(tp), np.zeros_like(tp)
-    for kind, layers in stages.kind_seconds.items():
+    for kind, layers in stages.layers_by_kind.items():
         block = kind.trained if trained else kind.stored(element_bytes) if element_bytes else kind
         of_plain = np.zeros_like(tp)
         for split, numel in block.dense_numel.items():
@@ -207,7 +207,7 @@ def with_partial_gradients(model: ModelSpec, stages: Stages, candidates: Candida
     shape = (len(tp), n_stages)
     of_shards, of_heads, of_kv = (np.zeros(n_stages, np.int64) for _ in range(3))
     by_split = {"replicated": of_shards, "per_head": of_heads, "kv_column": of_kv}
-    for block, layers in stages.kind_seconds.items():
+    for block, layers in stages.layers_by_kind.items():
         for row in block.rows:
             if row.trained and row.split in by_split:
                 by_split[row.split] += row.numel * layers
@@ -224,7 +224,7 @@ def means(model: ModelSpec, stages: Stages, tp: Ints, ep: Ints) -> tuple[Ints, I
     matrix and all elements of a vector; a mean over each column of each logical matrix; and both means of experts."""
     shape = (len(tp), len(stages.layers))
     totals = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    for block, layers in stages.kind_seconds.items():
+    for block, layers in stages.layers_by_kind.items():
         for row in block.rows:
             if row.counted:
                 for total, count in zip(totals, _means_of(model, row, tp, ep), strict=True):
@@ -286,7 +286,7 @@ def padding(model: ModelSpec, stages: Stages, candidates: Candidates) -> Ints:
     frozen parameters that are dense, and in experts."""
     tp, ep = candidates.tp, candidates.ep
     result = np.zeros((5, len(tp), len(stages.layers)), np.int64)
-    for block, layers in stages.kind_seconds.items():
+    for block, layers in stages.layers_by_kind.items():
         for row in block.rows:
             if row.counted and row.kind != "balance":
                 in_experts = row.split == "experts"
@@ -334,7 +334,7 @@ def in_blocks(job: Job, stages: Stages, tp: Ints, ep: Ints) -> Ints:
     state, on rank 0 of tp, (4, n, S): both of dense parameters, and both of experts."""
     shape = (len(tp), len(stages.layers))
     result = np.zeros((4, *shape), np.int64)
-    for block, layers in stages.kind_seconds.items():
+    for block, layers in stages.layers_by_kind.items():
         for row in block.rows:
             if row.counted:
                 result += _in_blocks_of(job, row, tp, ep)[..., None] * layers

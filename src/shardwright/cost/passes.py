@@ -50,7 +50,7 @@ class Passes:
         forward, backward_input, weight = (sum(part.values(), np.zeros(1)) for part in self.parts.values())
         return forward, backward_input, weight
 
-    def kind_seconds(self, kind: str) -> Floats:
+    def kind_s(self, kind: str) -> Floats:
         """Return the sum of the seconds of F, I and W of one kind."""
         return sum((part.get(kind, np.zeros(1)) for part in self.parts.values()), np.asarray(0.0))
 

@@ -30,14 +30,14 @@ and W need no more than the memory in flight and waiting."""
 class Stages:
     """The layers of each stage and the stages of each rank.
 
-    `kind_seconds`: for each kind of layer the number in each stage, (S,). `of_rank`, (R, v): the stages of each rank.
+    `layers_by_kind`: for each kind of layer the number in each stage, (S,). `of_rank`, (R, v): the stages of each rank.
     `several`: whether any stage has more than one layer. `alike`, (S,): for each stage the first stage with the same
     kinds of layers in the same order that is also the first, also the last, or neither. `built_from`: the inputs of
     their schedules. `key`: equal for equal layers on equal ranks, of one model.
     """
 
     layers: tuple[range, ...]
-    kind_seconds: Mapping[BlockShape, Ints]
+    layers_by_kind: Mapping[BlockShape, Ints]
     of_rank: Ints
     several: bool
     alike: Ints
@@ -50,7 +50,7 @@ class Stages:
         return replace(
             self,
             layers=tuple(self.layers[stage] for stage in kept),
-            kind_seconds={block: counts[kept] for block, counts in self.kind_seconds.items()},
+            layers_by_kind={block: counts[kept] for block, counts in self.layers_by_kind.items()},
             of_rank=np.searchsorted(kept, self.of_rank[ranks]),
             alike=_first_equals(self.alike[kept].tolist()),
             key=(*self.key, *ranks.tolist()),
@@ -162,13 +162,13 @@ def layers_alike(job: Job, candidates: Candidates, stages: Stages) -> Iterator[L
     """Yield the layers of these stages by kind. If only the first layers of a stage recompute, they are separate."""
     first = candidates.shared.recompute_layers
     if first is None:
-        yield from (Layers(block, block.name, counts, candidates) for block, counts in stages.kind_seconds.items())
+        yield from (Layers(block, block.name, counts, candidates) for block, counts in stages.layers_by_kind.items())
         return
     for block, numbers in blocks(job.model).items():
         again = np.array([len(set(numbers) & set(layers[:first])) for layers in stages.layers], dtype=np.int64)
         yield Layers(block, block.name, again, candidates)
         rest = replace(candidates, recompute=np.zeros_like(candidates.recompute))
-        yield Layers(block, f"{block.name} that does not recompute", stages.kind_seconds[block] - again, rest)
+        yield Layers(block, f"{block.name} that does not recompute", stages.layers_by_kind[block] - again, rest)
 
 
 def moments(job: Job, candidates: Candidates, microbatches: int) -> Moments:
@@ -217,7 +217,7 @@ def _stages(
 ) -> Stages:
     layout = Layout(pp=pp, pp_schedule=pp_schedule, virtual_stages=virtual_stages, stage_layers=sizes)
     layers = stage_layers(model, layout, seq_len)
-    kind_seconds = {
+    layers_by_kind = {
         block: np.array([len(set(those) & set(numbers)) for numbers in layers], dtype=np.int64)
         for block, those in blocks(model).items()
     }
@@ -230,7 +230,7 @@ def _stages(
         (stage == 0, stage == last, *map(block_of.__getitem__, numbers)) for stage, numbers in enumerate(layers)
     )
     return Stages(
-        layers, kind_seconds, of_rank, several, alike, ScheduleInputs.from_layout(model, layout, seq_len), key
+        layers, layers_by_kind, of_rank, several, alike, ScheduleInputs.from_layout(model, layout, seq_len), key
     )
 
 

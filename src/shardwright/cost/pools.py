@@ -114,7 +114,7 @@ def _outsized(job: Job, candidates: Candidates, stages: Stages) -> Floats:
     """Return the bytes of a stage's matrix gradients that are larger than any activation, beyond the logits, (n, S)."""
     largest = _largest_activation(job, candidates)
     result = np.zeros((len(candidates), len(stages.layers)))
-    for block, counts in stages.kind_seconds.items():
+    for block, counts in stages.layers_by_kind.items():
         for row in block.rows:
             n_bytes = job.stack.gradient_bytes * parameters.elements(job.model, row, candidates.tp, candidates.ep)
             result += np.where(n_bytes > largest, n_bytes, 0.0)[:, None] * counts * row.trained
@@ -152,7 +152,7 @@ def small_share(job: Job, candidates: Candidates) -> Floats:
 
     tokens = candidates.tokens(job.seq_len)
     outside = tokens / candidates.token_shards
-    for block, of_stages in pipeline.stages(job, candidates).kind_seconds.items():
+    for block, of_stages in pipeline.stages(job, candidates).layers_by_kind.items():
         layers = float(np.sum(of_stages))
         for row in block.rows:
             add_parameter(row, layers)

@@ -416,7 +416,7 @@ def stage_state_bytes(job: Job, candidates: Candidates, stages: Stages, params: 
         waits = waits_for_replicas(candidates.shared) & (candidates.dp_replicate > 1)
         stays = ~shares_gradients(job, candidates) | waits
         gradients = [gradients[0] * stays[:, None], 0.0 * gradients[1]]
-    largest = np.max([(dense + expert)[:, None] * (stages.kind_seconds[block] > 0)
+    largest = np.max([(dense + expert)[:, None] * (stages.layers_by_kind[block] > 0)
                       for block, (dense, expert) in params.stored.of_block.items()], axis=0)  # fmt: skip
     gathers = (candidates.zero == 3) & ~_holds_stage(candidates) & (not job.stack.gathers_in_loss)
     two = np.minimum([len(layers) for layers in stages.layers], 2)

@@ -82,10 +82,10 @@ def step_time(job: Job, candidates: Candidates, *, simulated: bool = True, memo:
         parts[PIPELINE] = _waiting(job, candidates, span, most_work)
     params = _rank_parameters(job, candidates, memo if remembers(memo, job) else None)
     with ledger.section("Data parallel, rank with most parameters"):
-        beside = OverlappedPasses.from_schedule(
+        overlapped = OverlappedPasses.from_schedule(
             job, candidates, m, stages.passes_of_ranks(), span[:, None] - ends, stages.note_passes
         )
-        parts[DATA] = data_parallel(job, candidates, params, m, beside)
+        parts[DATA] = data_parallel(job, candidates, params, m, overlapped)
     with ledger.section("Step"):
         parts["optimizer"] = optimizer_step(job, candidates, params)
         if candidates.shared.place_experts_every:
@@ -239,7 +239,7 @@ class StagePasses:
                     stages=stages, message_between_stages=self.message,
                 )  # fmt: skip
                 continue
-            terms = {f"{kind} of {passes.part}": (share, passes.kind_seconds(kind)) for passes, share in shares}
+            terms = {f"{kind} of {passes.part}": (share, passes.kind_s(kind)) for passes, share in shares}
             _note_shares(kind, terms, seconds, m)
 
     def note_passes(self, rank: int) -> None:

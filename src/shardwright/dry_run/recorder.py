@@ -74,7 +74,7 @@ class OperationRecorder(DispatchMode):
         self.most_host_bytes = 0
         """Maximum of `_host_bytes`, the current bytes in host memory."""
         self._in_messages: set[int] = set()
-        self._fsdp_options: set[int] = set()
+        self._in_fsdp_messages: set[int] = set()
         self._groups: dict[int, tuple[str, tuple[int, ...]]] = {}
         self._patches = ExitStack()
         self._launch = self._n_launches = 0
@@ -137,7 +137,7 @@ class OperationRecorder(DispatchMode):
         and has not freed is kept as activations."""
         for number in self._of_action:
             allocation = self.allocations[number]
-            if not allocation.kind and allocation.sizes[-1][1] and number not in self._fsdp_options:
+            if not allocation.kind and allocation.sizes[-1][1] and number not in self._in_fsdp_messages:
                 allocation.kind = "activations"
         self._of_action.clear()
 
@@ -351,7 +351,7 @@ class OperationRecorder(DispatchMode):
             number = self._number(tensor)
             self._in_messages.add(number)
             if of_fsdp:
-                self._fsdp_options.add(number)
+                self._in_fsdp_messages.add(number)
         if of_fsdp and op == "reduce-scatter":
             self.mark(tensors[0], "gradients")
         self._times.append(self._now)

@@ -198,7 +198,7 @@ def write_tokenizer(
         text = read_bytes(inside(data, TOKENIZER, DataError), LONGEST_TOKENIZER)
     except (InputError, OSError) as error:
         reason = str(error).splitlines()[0]
-        return [f"no tokenizer: that of the run's data cannot be read ({reason})"], {}
+        return [f"no tokenizer: the tokenizer of the run's data cannot be read ({reason})"], {}
     (out / TOKENIZER).write_bytes(text)
     chats = {folder: chat for folder, chat in readable_sources(section).items() if chat.chat_template_sha256}
     named: dict[str, str] = {}

@@ -10,7 +10,7 @@ _SPEC = {"mup": MupSpec(base_width=8, base_depth=1)}
 _ROWS, _MULTIPLIERS = (f"tests/model/test_mup.py:check_{name}" for name in ("factors_of_rows", "multipliers"))
 
 
-def _as_printed_of_ranks(function: str, old: str, new: str) -> Bug:
+def _on_one_rank_and_tp(function: str, old: str, new: str) -> Bug:
     return Bug(Mutation(f"{_SECTION}.{function}", old, new), [ONE, TP], spec=_SPEC)
 
 
@@ -19,13 +19,11 @@ def _unit(function: str, old: str, new: str, test: str) -> UnitBug:
 
 
 SCALE: dict[str, AnyBug] = {
-    "muP: hidden matrices have the learning rate of the base model": _as_printed_of_ranks(
+    "muP: hidden matrices have the learning rate of the base model": _on_one_rank_and_tp(
         "lr_scale_of", "row.lr_factor * (1.0 if given is None else given)", "1.0 if given is None else given"
     ),
-    "muP: weight decay falls with the learning rate": _as_printed_of_ranks(
-        "weight_decay_of", "row.decay_factor", "1.0"
-    ),
-    "muP: eps is the base model's": _as_printed_of_ranks("eps_of", "row.eps_factor", "1.0"),
+    "muP: weight decay falls with the learning rate": _on_one_rank_and_tp("weight_decay_of", "row.decay_factor", "1.0"),
+    "muP: eps is the base model's": _on_one_rank_and_tp("eps_of", "row.eps_factor", "1.0"),
     "muP: eps outside the layers follows the depth": Bug(
         Mutation(f"{_MODULES}:_with_mup", "spec.depth_ratio if in_layer else 1.0", "spec.depth_ratio"),
         [ZERO_3],
