@@ -14,12 +14,12 @@ def _bug(function: str, before: str, after: str) -> UnitBug:
 STALE: dict[str, AnyBug] = {
     "a durable copy is complete before all ranks have copied their part": _bug(
         f"{DURABLE}:copy",
-        "confirmations(folder, step, world_size, wait, of_this.__eq__)",
-        "confirmations(folder, step, 1, wait, of_this.__eq__)",
+        "confirmations(folder, step, world_size, wait, lambda text: text == of_this or None)",
+        "confirmations(folder, step, 1, wait, lambda text: text == of_this or None)",
     ),
     "a durable copy is completed with parts of a checkpoint that was copied earlier": _bug(
         f"{DURABLE}:copy",
-        "confirmations(folder, step, world_size, wait, of_this.__eq__)",
+        "confirmations(folder, step, world_size, wait, lambda text: text == of_this or None)",
         "confirmations(folder, step, world_size, wait, lambda text: True)",
     ),
     "the manifest of a durable copy is copied with the other files": _bug(

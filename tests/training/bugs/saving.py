@@ -43,8 +43,8 @@ STALE: dict[str, AnyBug] = {
     ),
     "a checkpoint is published before all ranks have written": _bug(
         "_publish",
-        "confirmations(self.store, save.step, dist.get_world_size(), wait, is_good_report)",
-        "confirmations(self.store, save.step, 1, wait, is_good_report)",
+        "confirmations(self.store, save.step, dist.get_world_size(), wait, good_report)",
+        "confirmations(self.store, save.step, 1, wait, good_report)",
     ),
     **{name: UnitBug(mutation, SEEN_IN_STEPS, put_in_there=True) for name, mutation in IN_STEPS.items()},
     "a checkpoint is begun while the one before it is still written": _bug("save", "self.settle()", "pass"),

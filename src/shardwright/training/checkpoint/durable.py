@@ -19,6 +19,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,10 +116,11 @@ class DurableFolder:
             self._make_folder(self._at(step, _COPIED))
             self._system.pipe_file(self._at(step, _COPIED, f"rank-{rank:05d}"), text.encode())
 
-    def confirmed(self, step: int, rank: int) -> str | None:
-        """Return the text of a rank's marker, or None if it has none."""
+    def confirmed(self, step: int, ranks: AbstractSet[int]) -> dict[int, str]:
+        """Return the text of the lowest rank's marker, if it has one: each look is a request to an object store."""
+        rank = min(ranks)
         text = self._read(step, _COPIED, f"rank-{rank:05d}")
-        return None if text is None else text.decode(errors="replace")
+        return {} if text is None else {rank: text.decode(errors="replace")}
 
     def publish(self, step: int, manifest: Path) -> None:
         """Complete a copy by writing its manifest last, then delete copies beyond `keep_last`."""
@@ -199,7 +201,7 @@ def copy(folder: DurableFolder, checkpoint: Path, rank: int, world_size: int, wa
         folder.put(step, checkpoint / name)
     folder.confirm(step, rank, of_this)
     if rank == 0:
-        if confirmations(folder, step, world_size, wait, of_this.__eq__) is None:
+        if confirmations(folder, step, world_size, wait, lambda text: text == of_this or None) is None:
             return False
         folder.publish(step, manifest)
     return True

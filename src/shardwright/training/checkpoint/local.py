@@ -38,7 +38,7 @@ from shardwright.system.files import parse_json, read_bytes, read_text
 from shardwright.training.checkpoint.manifest import FILE_NAME as MANIFEST
 from shardwright.training.checkpoint.manifest import LONGEST_MANIFEST, CheckpointManifest, read_manifest
 from shardwright.training.checkpoint.messages import CheckpointMessages
-from shardwright.training.checkpoint.parts import PartReport, ShardRecords, reported_records
+from shardwright.training.checkpoint.parts import PartReport, ShardRecords, all_records, good_report
 from shardwright.training.checkpoint.plan import TensorPiece
 from shardwright.training.checkpoint.shards import file_name, rank_of, write_shards
 from shardwright.training.checkpoint.state import files_needed, together
@@ -177,7 +177,7 @@ class LocalLevel:
             return self._messages.receive_text(0)
         reports = [report, *(self._messages.receive_text(rank) for rank in range(1, len(self.hosts.host_of_rank)))]
         try:
-            verdict = {"problem": "", "rest": rest(reported_records(reports))}
+            verdict = {"problem": "", "rest": rest(all_records(map(good_report, reports)))}
         except CheckpointError as error:
             verdict = {"problem": str(error)}
         for rank in range(1, len(self.hosts.host_of_rank)):

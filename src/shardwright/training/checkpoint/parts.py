@@ -10,15 +10,17 @@ checkpoint.local (`LocalLevel`)        a message, as hosts share no folder   ren
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from pydantic import TypeAdapter
 
 from shardwright.system.errors import CheckpointError
 from shardwright.training.checkpoint.manifest import ShardRecord
 
+T = TypeVar("T")
 ShardRecords = Sequence[tuple[str, ShardRecord]]
 """Shards, each with the name of its tensor."""
 
@@ -29,25 +31,25 @@ class SharedTarget(Protocol):
     def confirm(self, step: int, rank: int, text: str) -> None:
         """Record that a rank has written its part of the checkpoint after `step` steps."""
 
-    def confirmed(self, step: int, rank: int) -> str | None:
-        """Return the text of that rank's confirmation, or None if there is none yet."""
+    def confirmed(self, step: int, ranks: AbstractSet[int]) -> dict[int, str]:
+        """Return rank -> text of its confirmation, for some or all of `ranks` that have confirmed; empty if the target
+        sees none yet."""
 
 
 def confirmations(
-    target: SharedTarget, step: int, world_size: int, wait: Callable[[], bool], accept: Callable[[str], bool]
-) -> list[str] | None:
-    """Return the text of each rank's confirmation once all have confirmed. `wait` pauses and returns whether to
-    continue; if not, None is returned. `accept`: whether a text counts; it raises if that rank failed, also while
-    lower ranks have not confirmed."""
-    texts: dict[int, str] = {}
-    while True:
-        for rank in set(range(world_size)) - texts.keys():
-            if (text := target.confirmed(step, rank)) is not None and accept(text):
-                texts[rank] = text
-        if len(texts) == world_size:
-            return [texts[rank] for rank in range(world_size)]
-        if not wait():
+    target: SharedTarget, step: int, world_size: int, wait: Callable[[], bool], read: Callable[[str], T | None]
+) -> list[T] | None:
+    """Return each rank's confirmation once all have confirmed. `wait` pauses and returns whether to continue; if not,
+    None is returned. `read`: returns a confirmation from its text, or None for a text that does not count; it raises if
+    that rank failed, also while lower ranks have not confirmed."""
+    result: dict[int, T] = {}
+    while waiting := set(range(world_size)) - result.keys():
+        texts = target.confirmed(step, waiting)
+        fresh = {rank: confirmation for rank, text in texts.items() if (confirmation := read(text)) is not None}
+        if not fresh and not wait():
             return None
+        result |= fresh
+    return [result[rank] for rank in range(world_size)]
 
 
 @dataclass(frozen=True)
@@ -65,18 +67,14 @@ class PartReport:
 _REPORT = TypeAdapter(PartReport)
 
 
-def reported_records(texts: Sequence[str]) -> ShardRecords:
-    """Return the records in the reports of all ranks. Raises CheckpointError with the first problem."""
-    return [record for text in texts for record in _good_report(text).records]
-
-
-def is_good_report(text: str) -> bool:
-    """Return True. Raises CheckpointError with the problem of a report that has one."""
-    return bool(_good_report(text))
-
-
-def _good_report(text: str) -> PartReport:
+def good_report(text: str) -> PartReport:
+    """Return a report from its text. Raises CheckpointError with its problem, if it has one."""
     report = _REPORT.validate_json(text, strict=True)
     if report.problem:
         raise CheckpointError(report.problem)
     return report
+
+
+def all_records(reports: Iterable[PartReport]) -> ShardRecords:
+    """Return the records in the reports of all ranks."""
+    return [record for report in reports for record in report.records]

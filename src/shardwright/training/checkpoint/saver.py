@@ -44,9 +44,9 @@ from shardwright.training.checkpoint.manifest import (
 from shardwright.training.checkpoint.parts import (
     PartReport,
     ShardRecords,
+    all_records,
     confirmations,
-    is_good_report,
-    reported_records,
+    good_report,
 )
 from shardwright.training.checkpoint.plan import CheckpointPlan, TensorPiece, plan_of
 from shardwright.training.checkpoint.shards import tensor_records, write_shards
@@ -293,9 +293,9 @@ class Saver:
     def _publish(self, save: _CheckpointInProgress, plan: CheckpointPlan) -> None:
         """Rank 0: publish the checkpoint once all ranks have written."""
         wait = self._thread.pauses(self.store.partial_of(save.step))
-        reports = confirmations(self.store, save.step, dist.get_world_size(), wait, is_good_report)
+        reports = confirmations(self.store, save.step, dist.get_world_size(), wait, good_report)
         if reports is not None:
-            self.store.complete(save.step, *self._texts(save, plan, reported_records(reports)))
+            self.store.complete(save.step, *self._texts(save, plan, all_records(reports)))
 
     def _texts(self, save: _CheckpointInProgress, plan: CheckpointPlan, shards: ShardRecords) -> list[str]:
         """Return the manifest and the run file of a checkpoint. `shards`: the records of the shards of all ranks."""

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TypeVar
 
@@ -62,14 +63,11 @@ class CheckpointStore:
         fresh.write_text(text, encoding="utf-8")
         fresh.rename(path)
 
-    def confirmed(self, step: int, rank: int) -> str | None:
-        """Return a rank's report, or None if there is none yet. Raises OSError if the checkpoint is gone."""
-        path = self._confirmation(step, rank)
-        try:
-            return path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            path.parent.stat()
-            return None
+    def confirmed(self, step: int, ranks: AbstractSet[int]) -> dict[int, str]:
+        """Return the reports of all of `ranks` that have one. Raises OSError if the checkpoint in progress is gone."""
+        names = {path.name for path in (self.partial_of(step) / _WRITTEN).iterdir()}
+        paths = {rank: self._confirmation(step, rank) for rank in ranks}
+        return {rank: path.read_text(encoding="utf-8") for rank, path in paths.items() if path.name in names}
 
     def complete(self, step: int, manifest: str, run_toml: str) -> None:
         """Write the run file and the manifest, which comes last, next to the files of all ranks, and publish."""
