@@ -177,7 +177,7 @@ def test_published_steps_are_compared(tmp_path: Path):
     result = CliRunner().invoke(app, ["plan", "evaluate-rl", str(table)])
     assert result.exit_code == 0, result.output
     assert "generation" in result.output
-    assert "skipped: an agent with tools" in result.output
+    assert "-nano-30b-a3b-h100-bf16-128-1off): an agent with tools" in result.output
     assert "other versions, not fitted to" in result.output
 
 

@@ -16,10 +16,11 @@ from shardwright.planner.evaluate import (
     PlanEvaluation,
     PredictedRun,
     evaluate,
-    report_lines,
 )
 from shardwright.planner.recommendation import MEMORY_ERROR
+from shardwright.report.evaluation_view import evaluation_view
 from shardwright.system.errors import InputError
+from shardwright.view.document import Note, Table
 from tests.marks import prove, rest_prove
 from tests.planner.measured import DENSE, EXPERTS, PIPED, write
 
@@ -27,6 +28,17 @@ from tests.planner.measured import DENSE, EXPERTS, PIPED, write
 @pytest.fixture(scope="module")
 def published() -> PlanEvaluation:
     return evaluate(MEASURED_RUNS)
+
+
+def printed(evaluation: PlanEvaluation) -> list[str]:
+    """Return each note and each row of a table of the document as text."""
+    lines = []
+    for part in evaluation_view(evaluation).parts:
+        if isinstance(part, Table):
+            lines += [" ".join(cell.text for cell in part.cells(row)) for row in part.rows]
+        elif isinstance(part, Note):
+            lines.append(f"{part.lead}: {part.text}")
+    return lines
 
 
 def error(rows: list[PredictedRun], quantity: str) -> float:
@@ -190,7 +202,9 @@ def test_only_a_row_without_a_price_is_skipped(published: PlanEvaluation):
 
 @pytest.mark.prove
 def test_the_report_names_every_row_and_source(published: PlanEvaluation):
-    text = "\n".join(report_lines(published))
+    text = "\n".join(printed(published))
+    for row in published.rows:
+        assert f"{row.run.row} {row.run.measured.model} " in text
     for summary in published.summaries:
         assert f"{summary.quantity}, {summary.group}" in text
     for summary in published.families:
@@ -257,7 +271,7 @@ def test_no_cell_of_a_table_ends_it_with_a_traceback(tmp_path: Path, base: dict[
     found = evaluate(write(path, *good))
     assert len(found.rows) + len(found.skipped) == len(good)
     json.dumps(found.as_json(), allow_nan=False)
-    assert list(report_lines(found))
+    assert printed(found)
 
 
 def test_a_skipped_row_has_the_keys_of_the_others(tmp_path: Path):

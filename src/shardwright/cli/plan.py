@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from shardwright.cli.common import error_console, print_answer, print_text, reading_verb, show
+from shardwright.cli.common import error_console, print_text, reading_verb, show
 from shardwright.cli.plan_asked import PlanRequest, choice_of_run, priced_of, read_request
 from shardwright.cli.plan_options import PlanOptions
 from shardwright.system.errors import InputError, LayoutError
@@ -78,11 +78,11 @@ def _evaluate(options: PlanOptions) -> None:
     options_of = {name: f"--{name.strip('_').replace('_', '-')}" for name in given}
     if others := ", ".join(text for name, text in options_of.items() if name not in ("target", "runs", "json")):
         raise InputError(f"plan evaluate takes a table and --json alone; leave out {others}")
-    from shardwright.planner.evaluate import MEASURED_RUNS, evaluate, report_lines
+    from shardwright.planner.evaluate import MEASURED_RUNS, evaluate
+    from shardwright.report.evaluation_view import evaluation_view
 
     result = evaluate(options.runs or MEASURED_RUNS)
-    titles = [f"{MEASURED_RUNS.name}, the published runs that come with shardwright"] if options.runs is None else []
-    print_answer(options.json, result.as_json(), *titles, *report_lines(result))
+    show(evaluation_view(result), options.json, None)
     if not result.rows:
         raise typer.Exit(1)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer
 
-from shardwright.cli.common import AsJson, argument, print_answer, verb
+from shardwright.cli.common import AsJson, argument, show, verb
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,10 @@ def plan_evaluate_rl(options: EvaluateRLOptions) -> None:
 
     Exit codes: 0 compared, 1 nothing could be compared, 2 the table cannot be used.
     """
-    from shardwright.rl.measured import PUBLISHED, evaluate, report_lines
+    from shardwright.report.evaluation_view import rl_evaluation_view
+    from shardwright.rl.measured import PUBLISHED, evaluate
 
     result = evaluate(options.steps or PUBLISHED)
-    print_answer(options.json, result.as_json(), *report_lines(result))
+    show(rl_evaluation_view(result), options.json, None)
     if not result.rows:
         raise typer.Exit(1)

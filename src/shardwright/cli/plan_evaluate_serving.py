@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer
 
-from shardwright.cli.common import AsJson, argument, flag, print_answer, verb
+from shardwright.cli.common import AsJson, argument, flag, show, verb
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,10 @@ def plan_evaluate_serving(options: EvaluateServingOptions) -> None:
 
     Exit codes: 0 compared, 1 nothing could be compared, 2 the table cannot be used.
     """
-    from shardwright.serving.evaluate import MEASUREMENTS, evaluate, report_lines
+    from shardwright.report.evaluation_view import serving_evaluation_view
+    from shardwright.serving.evaluate import MEASUREMENTS, evaluate
 
     result = evaluate(options.runs or MEASUREMENTS)
-    title = f"{MEASUREMENTS.name}, the published measurements that come with shardwright"
-    titles = [title] if options.runs is None else []
-    print_answer(options.json, result.as_json(), *titles, *report_lines(result, options.rows))
+    show(serving_evaluation_view(result, options.rows), options.json, None)
     if not result.rows:
         raise typer.Exit(1)

@@ -1,6 +1,6 @@
-"""Errors of predictions of training, of serving and of steps of GRPO: their summary, and its lines as text."""
+"""Errors of predictions of training, of serving and of steps of GRPO: their summary."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, NamedTuple, TypeVar
@@ -60,34 +60,3 @@ def summary(kind: Callable[..., Summary], rows: Sequence[ComparedRow], **names: 
         left_out=fmean(left_out) if left_out else None,
         inside=fmean(inside) if inside else None,
     )
-
-
-def summary_lines(title: str, summaries: Sequence[Summary], name: Callable[[Summary], str]) -> Iterator[str]:
-    """Yield a table of summaries, after an empty line. `title`: the heading of the names."""
-    yield ""
-    titles = "mean abs", "median", "bias", "worst", "left out", "inside", "rows"
-    yield " ".join(f"{text:>8}" for text in titles) + f"  {title} (row of the worst)"
-    for row in summaries:
-        left_out = "" if row.left_out is None else f"{row.left_out:.1%}"
-        inside = "" if row.inside is None else f"{row.inside:.0%}"
-        yield (
-            f"{row.mean_absolute:>8.1%} {row.median_absolute:>8.1%} {row.bias:>+8.1%} {row.worst:>+8.1%} "
-            f"{left_out:>8} {inside:>8} {row.n:>8}  {name(row)} ({row.worst_row})"
-        )
-
-
-def legend(source: str, summaries: Iterable[ErrorSummary]) -> Iterator[str]:
-    """Yield the meaning of the columns about predictions without the `source`, if one is filled."""
-    if any(summary.left_out is not None for summary in summaries):
-        yield f"left out: mean absolute error by constants that were fitted without this {source};"
-        yield f"inside: rows whose measured value is in the {COVERED:.0%} interval of that prediction"
-
-
-def grouped(what: str, texts: Iterable[tuple[str, Any]]) -> Iterator[str]:
-    """Yield each text once, with the rows that it applies to and their number. `texts`: each with the name of a row."""
-    rows: dict[str, list[Any]] = {}
-    for text, row in texts:
-        rows.setdefault(text, []).append(row)
-    for text, names in rows.items():
-        few = ", ".join(map(str, names[:6])) + (", ..." if len(names) > 6 else "")
-        yield f"{what} ({len(names)} {'rows' if len(names) > 1 else 'row'}: {few}): {text}"

@@ -11,7 +11,7 @@ import numpy as np
 from shardwright.cost.calibration import CALIBRATED, LEFT_OUT, Calibration
 from shardwright.cost.job import Job
 from shardwright.cost.step import StepTime, step_time
-from shardwright.planner.error_summary import ComparedRow, ErrorSummary, grouped, legend, summary, summary_lines
+from shardwright.planner.error_summary import ComparedRow, ErrorSummary, summary
 from shardwright.planner.headline import interval_s
 from shardwright.planner.measured_run import PredictableRun, SkippedRun
 from shardwright.planner.runs import read_runs
@@ -147,27 +147,6 @@ def _predicted(run: PredictableRun, calibration: Calibration) -> tuple[float, tu
     job, time = timed_run(run, calibration)
     low, high = interval_s(job, time, calibration)
     return float(time.total_s[0]), (float(low[0]), float(high[0]))
-
-
-def report_lines(evaluation: PlanEvaluation) -> Iterator[str]:
-    """Yield the evaluation as text: a line for each row, the assumptions, a table by source, and a table by family."""
-    yield f"{'row':>4}  {'model':<28} {'measured':>10} {'predicted':>10} {'error':>7}   measured GiB  predicted   error"
-    for row in evaluation.rows:
-        line = f"{row.run.row:>4}  {row.run.measured.model[:28]:<28} "
-        if (time := row.pair("step time")) is None:
-            line += " " * 29
-        else:
-            line += f"{time[1]:>8.4g} s {time[0]:>8.4g} s {time[0] / time[1] - 1:>+6.1%}"
-        if (peak := row.pair("peak memory")) is not None:
-            line += f"  {peak[1]:>13.2f} {peak[0]:>10.2f} {peak[0] / peak[1] - 1:>+7.1%}"
-        if (days := row.pair("whole run")) is not None:
-            line += f"  {days[1]:.4g} days measured, {days[0]:.4g} predicted, {days[0] / days[1] - 1:+.1%}"
-        yield line.rstrip()
-    yield from grouped("skipped", ((run.reason, run.row) for run in evaluation.skipped))
-    yield from grouped("assumed", ((text, row.run.row) for row in evaluation.rows for text in row.run.assumed))
-    for title, summaries in (("source", evaluation.summaries), ("family", evaluation.families)):
-        yield from summary_lines(f"what, {title}", summaries, lambda summary: f"{summary.quantity}, {summary.group}")
-    yield from legend("family", evaluation.summaries)
 
 
 def _predict(run: PredictableRun) -> PredictedRun | SkippedRun:

@@ -10,9 +10,20 @@ from shardwright.planner.search import Plan
 from shardwright.planner.whole_run import StageError, TrainingGoal, WholeRun, whole_run_on
 from shardwright.report.whole_run_view import days_in_words
 from shardwright.system.units import GiB, format_count
-from shardwright.view.document import CODE, COUNT, FOUR_DIGITS, SHARE, Column, Note, Part, Quantity, Table, VerbDocument
+from shardwright.view.document import (
+    CHANGE,
+    CODE,
+    COUNT,
+    FOUR_DIGITS,
+    SHARE,
+    Column,
+    Note,
+    Part,
+    Quantity,
+    Table,
+    VerbDocument,
+)
 
-CHANGE = Quantity("{:+.1%}".format)
 MEMORY = Quantity(lambda n_bytes: f"{n_bytes / GiB:.1f}")
 EACH = Quantity(format_count)
 DAYS = Quantity("{:,.1f}".format)

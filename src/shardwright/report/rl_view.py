@@ -15,6 +15,7 @@ from shardwright.rl.step import GENERATION, RLStep, RLTask
 from shardwright.system.units import counted, format_bytes, format_count, format_seconds
 from shardwright.view.document import (
     SECONDS,
+    WHOLE_SHARE,
     Column,
     Fact,
     Facts,
@@ -26,8 +27,6 @@ from shardwright.view.document import (
     Table,
     VerbDocument,
 )
-
-SHARE = Quantity("{:.0%}".format)
 
 
 def rl_document(plan: RLPlan, name: str, explained: bool = False) -> VerbDocument:
@@ -90,7 +89,7 @@ def _best(plan: RLPlan, best: RLStep) -> Iterator[Part]:
         (name, seconds, seconds / best.total_s, "overlaps with the other accelerators' work" if name in hidden else "")
         for name, seconds in best.parts_s.items()
     ]
-    yield Table((Column("part"), Column("time", SECONDS), Column("of the step", SHARE), Column("")), rows)
+    yield Table((Column("part"), Column("time", SECONDS), Column("of the step", WHOLE_SHARE), Column("")), rows)
     yield Note(bound(best), "bound")
     if plan.remedies:
         yield Section("What would help")

@@ -283,17 +283,3 @@ def _layout(row: PublishedStep, task: RLTask) -> tuple[Job, Candidates]:
     arrays: dict[str, Any] = {name: np.array([value]) for name, value in values.items()}
     shared = Layout(pp=pp, stage_layers=stages) if pp > 1 else Layout()
     return task.training_job(size, data), Candidates(shared=shared, sequence_parallel=np.array([row.tp > 1]), **arrays)
-
-
-def report_lines(evaluation: RLEvaluation) -> Iterator[str]:
-    """Yield the evaluation as text: each row with its parts, and the errors of each group."""
-    yield f"{'row':<46} {'measured':>9} {'predicted':>9} {'error':>6}  predicted parts, in seconds"
-    for prediction in evaluation.rows:
-        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in prediction.step.parts_s.items())
-        measured, predicted = prediction.row.step_time_s, prediction.step.total_s
-        yield f"{prediction.row.id:<46} {measured:>7.4g} s {predicted:>7.4g} s {prediction.error:>+6.0%}  {parts}"
-    for row in evaluation.skipped:
-        yield f"{row.id:<46} skipped: {row.why_not}"
-    yield f"{'mean abs':>9} {'bias':>7} {'rows':>5}  rows of"
-    for name, errors in evaluation.summaries().items():
-        yield f"{errors.mean_absolute:>9.1%} {errors.bias:>+7.1%} {errors.n:>5}  {name}"

@@ -1,6 +1,6 @@
 """Predictions compared with published measurements of serving."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.planner.error_summary import ComparedRow, ErrorSummary, grouped, legend, summary, summary_lines
+from shardwright.planner.error_summary import ComparedRow, ErrorSummary, summary
 from shardwright.serving import forms
 from shardwright.serving.interval import KINDS, interval
 from shardwright.serving.measured import FULL, LOOP, ServingCase, ServingTableRow, SkippedServingRow, as_json, read
@@ -227,22 +227,3 @@ def _summary(source: str, regime: str, metric: str, rows: Sequence[ServingPredic
         ComparedRow(row.case.line.id, row.predicted, row.case.measured, row.left_out, row.interval) for row in rows
     ]
     return summary(ServingErrorSummary, compared, source=source, regime=regime, metric=metric)
-
-
-def report_lines(evaluation: ServingEvaluation, every_row: bool = False) -> Iterator[str]:
-    """Yield the evaluation as text: a line for each row if `every_row`, skipped rows, assumptions, a table by
-    source."""
-    if every_row:
-        yield f"{'row':<10} {'model':<24} {'metric':<22} {'measured':>10} {'predicted':>10} {'error':>7}"
-        for row in evaluation.rows:
-            line = row.case.line
-            yield (
-                f"{line.id[:10]:<10} {line.model[:24]:<24} {line.metric:<22} {row.case.measured:>10.4g} "
-                f"{row.predicted:>10.4g} {row.error:>+7.1%}"
-            )
-    yield from grouped("skipped", ((skipped.reason, skipped.line.id) for skipped in evaluation.skipped))
-    yield from grouped("assumed", ((text, row.case.line.id) for row in evaluation.rows for text in row.case.assumed))
-    yield from summary_lines(
-        "source, regime, metric", evaluation.summaries, lambda row: f"{row.source}, {row.regime}, {row.metric}"
-    )
-    yield from legend("source", evaluation.summaries)

@@ -33,6 +33,8 @@ ERROR = Quantity("{:.1e}".format)
 ROUNDED = Quantity("{:,.0f}".format)
 FOUR_DIGITS = Quantity("{:.4g}".format)
 SHARE = Quantity("{:.1%}".format)
+WHOLE_SHARE = Quantity("{:.0%}".format)
+CHANGE = Quantity("{:+.1%}".format)
 
 
 class Column(NamedTuple):
