@@ -32,20 +32,17 @@ from shardwright.explore.state import (
 )
 from shardwright.explore.traffic import groups, message_table, overlap_table, sent_messages
 from shardwright.model.presets import PRESETS
-from shardwright.planner.diff import DiffTerm, diff
+from shardwright.planner.diff import diff
 from shardwright.planner.run_file import run_file, untrained
 from shardwright.planner.search import MARGIN
-from shardwright.report.diff_view import time_verdict
+from shardwright.report.diff_view import memory_table, time_table, time_verdict
 from shardwright.report.plan_pictures import ROLES
 from shardwright.report.plan_view import explained_document, job_note, layout_parts
 from shardwright.system.errors import InputError
-from shardwright.system.units import GiB, format_bytes, format_seconds
+from shardwright.system.units import format_bytes, format_seconds
 from shardwright.view.document import (
-    FOUR_DIGITS,
-    NUMBER,
     Column,
     Facts,
-    Marked,
     Note,
     Part,
     Picture,
@@ -255,24 +252,5 @@ def compared(pinned: PageState, state: PageState) -> list[Part]:
     changed = [(name, one, other) for name, (one, other) in difference.choices.items()]
     if changed:
         parts.append(Table((Column("choice"), Column("pinned"), Column("now")), changed))
-    for title, terms, unit, whole in (
-        ("time, s", difference.time, 1.0, (difference.a.step_s, difference.b.step_s)),
-        ("memory of the fullest rank, GiB", difference.memory, GiB, (difference.a.peak_bytes, difference.b.peak_bytes)),
-    ):
-        all_terms = [*terms, DiffTerm("all", *whole)]
-        rows = [
-            (term.name, term.a / unit, term.b / unit, _more(term.more / unit, max(whole) / unit)) for term in all_terms
-        ]
-        parts.append(
-            Table(
-                (Column(title), Column("pinned", FOUR_DIGITS), Column("now", FOUR_DIGITS), Column("more", NUMBER)), rows
-            )
-        )
-    return parts
-
-
-def _more(value: float, whole: float) -> Marked:
-    """Return a difference with its sign, empty if it is below 0.01 % of the whole."""
-    if abs(value) < 1e-4 * whole:
-        return Marked("", "")
-    return Marked(f"{value:+.4g}", "bad" if value > 0 else "good" if value < 0 else "")
+    tables = (time_table, difference.time), (memory_table, difference.memory)
+    return parts + [table(difference, ("pinned", "now")) for table, terms in tables if terms]

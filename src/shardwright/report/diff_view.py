@@ -26,12 +26,12 @@ def diff_view(difference: PlanDifference, names: tuple[str, str]) -> VerbDocumen
     parts.append(Section("Step time"))
     if difference.time:
         parts.append(Note(time_verdict(difference.slower, difference.per), tone="strong"))
-        parts += [_table("time", "s", difference.time, 1.0, (a.step_s, b.step_s)), *_formulas(difference.time)]
+        parts += [time_table(difference), *_formulas(difference.time)]
     else:
         parts.append(Note("both take the same time"))
     parts.append(Section("Memory"))
     if difference.memory:
-        parts.append(_table("memory of the fullest rank", "GiB", difference.memory, GiB, (a.peak_bytes, b.peak_bytes)))
+        parts.append(memory_table(difference))
     else:
         parts.append(Note("both need the same memory"))
     return VerbDocument(f"{names[0]} and {names[1]}: the difference", difference.as_json(), parts)
@@ -49,17 +49,36 @@ def time_verdict(slower: float, per: str, a: str = "A", b: str = "B") -> str:
     return f"{b} takes {abs(slower):.1%} {'longer' if slower > 0 else 'less time'} than {a} for {per}"
 
 
-def _table(title: str, unit: str, terms: Sequence[DiffTerm], one: float, totals: tuple[float, float]) -> Table:
-    """Return the table of the terms. `one`: a unit in seconds or bytes; `totals`: step time or memory of A and B."""
+def time_table(difference: PlanDifference, names: tuple[str, str] = ("A", "B")) -> Table:
+    """Return the terms of the step time that differ. `names`: of the two layouts."""
+    totals = difference.a.step_s, difference.b.step_s
+    return _table("time", "s", difference.time, 1.0, totals, names)
+
+
+def memory_table(difference: PlanDifference, names: tuple[str, str] = ("A", "B")) -> Table:
+    """Return the kinds of memory of the fullest rank that differ. `names`: of the two layouts."""
+    totals = difference.a.peak_bytes, difference.b.peak_bytes
+    return _table("memory of the fullest rank", "GiB", difference.memory, GiB, totals, names)
+
+
+def _table(
+    title: str, unit: str, terms: Sequence[DiffTerm], one: float, totals: tuple[float, float], names: tuple[str, str]
+) -> Table:
+    """Return the table of the terms. `one`: a unit in seconds or bytes; `totals`: of both layouts."""
     value, more = Quantity(lambda n: f"{n / one:.4g}"), Quantity(lambda n: f"{n / one:+.4g}")
-    columns = Column(title), Column(f"A {unit}", value), Column(f"B {unit}", value), Column("B - A", more)
-    rows: list[Sequence[object]] = [(term.name, term.a, term.b, term.more) for term in terms]
-    a, b = totals
-    equal = a - sum(term.a for term in terms)
+    a, b = names
+    columns = Column(title), Column(f"{a} {unit}", value), Column(f"{b} {unit}", value), Column(f"{b} - {a}", more)
+    rows: list[Sequence[object]] = [(term.name, term.a, term.b, _coloured(term.more)) for term in terms]
+    first, second = totals
+    equal = first - sum(term.a for term in terms)
     if equal > ROUNDING * max(totals):
         rows.append(("equal in both", equal, equal, None))
-    rows.append((Marked("all", "strong"), a, b, Marked(b - a, "strong")))
+    rows.append((Marked("all", "strong"), first, second, Marked(second - first, "strong")))
     return Table(columns, rows)
+
+
+def _coloured(more: float) -> Marked:
+    return Marked(more, "bad" if more > 0 else "good")
 
 
 def _formulas(terms: Sequence[DiffTerm]) -> Iterator[Part]:
