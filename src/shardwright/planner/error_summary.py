@@ -1,12 +1,24 @@
-"""Errors of predictions of training, of serving and of steps of GRPO: their summary."""
+"""Errors of predictions of training, of serving and of steps of GRPO: their summary, and the name of their interval."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, NamedTuple, TypeVar
 
+from shardwright.system.units import format_seconds
+
 COVERED = 0.8
 """Share of measurements that an interval of a prediction is made to contain."""
+INTERVAL = f"{100 * COVERED:.0f} % interval"
+"""Name of the interval of a prediction."""
+NORMAL_80 = 1.2816
+"""Standard deviations of a normal distribution on each side of the mean that contain `COVERED`."""
+
+
+def bounds_in_words(bounds: tuple[float, float], text: Callable[[float], str] = format_seconds) -> str:
+    """Return `14.0 s to 17.5 s`. `text`: formats a bound."""
+    low, high = map(text, bounds)
+    return f"{low} to {high}"
 
 
 class ComparedRow(NamedTuple):

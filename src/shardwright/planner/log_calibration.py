@@ -16,13 +16,12 @@ from shardwright.cost.hardware_file import CALIBRATED_CONSTANTS, LogCalibrationT
 from shardwright.cost.job import Floats
 from shardwright.cost.machine import MODEL_ERROR, derivatives, narrowing, prior
 from shardwright.planner.choice import PricedLayout
+from shardwright.planner.error_summary import NORMAL_80
 
 SURPRISE = 2.0
 """Standard deviations from which on a gap counts for less: a slow disk or node is not a constant of the model."""
 LEAST_NARROWING = 0.95
 """A log that narrows the interval of its own step time by less is uninformative."""
-NORMAL_80 = 1.2816
-"""Half width of the 80 % interval of a normal distribution, in standard deviations."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from shardwright.cost.hardware import Accelerator, accelerator
 from shardwright.cost.job import Job
 from shardwright.cost.step import estimate
 from shardwright.planner.choice import Choice, PricedLayout
+from shardwright.planner.error_summary import NORMAL_80
 from shardwright.planner.operations import Operations
 from shardwright.system.errors import InputError, LayoutError
 from shardwright.system.units import format_seconds
@@ -41,8 +42,6 @@ have delays that no source lists. With each source left out of the quantile in t
 eight (`tests/planner/test_whole_run.py`)."""
 ENOUGH_SPARES = 0.95
 """Share of time in which the nodes that are being repaired are at most the spare nodes."""
-NORMAL_80 = 1.2816
-"""Standard deviations of a normal distribution on each side of the mean that contain 80 %."""
 LARGEST_EXPONENT = 600.0
 LARGEST_SLOWDOWN = 1000.0
 """Largest T / T_s of a run that is planned."""

@@ -5,6 +5,7 @@ from typing import Any
 
 from shardwright.planner.choice import PricedLayout, shortage
 from shardwright.planner.document import job_document, layout_document
+from shardwright.planner.error_summary import INTERVAL, bounds_in_words
 from shardwright.planner.headline import headline
 from shardwright.planner.search import Plan
 from shardwright.planner.whole_run import StageError, TrainingGoal, WholeRun, whole_run_on
@@ -64,7 +65,8 @@ def compare_view(name: str, plans: Sequence[Plan], goal: TrainingGoal | None) ->
     ]
     if first is not None:
         low, high = (bound / first.step_s for bound in headline(first).interval_s)
-        parts.append(Note(f"80 % interval: {low:.0%} to {high:.0%} of the prediction for the first"))
+        bounds = bounds_in_words((low, high), "{:.0%}".format)
+        parts.append(Note(f"{bounds} of the prediction for the first", INTERVAL))
     parts += _ranks(runs)
     return VerbDocument(f"{name} on {len(plans)} clusters", _document(name, plans, goal), parts)
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from shardwright.planner.error_summary import COVERED, ErrorSummary
+from shardwright.planner.error_summary import INTERVAL, ErrorSummary
 from shardwright.planner.evaluate import MEASURED_RUNS, QUANTITIES, PlanEvaluation
 from shardwright.rl.measured import RLEvaluation
 from shardwright.serving.evaluate import MEASUREMENTS, ServingEvaluation
@@ -123,7 +123,7 @@ def _legend(source: str, summaries: Iterable[NamedSummary]) -> Iterator[Note]:
     """Yield the meaning of the columns about predictions without the `source`, if one is filled."""
     if any(summary.left_out is not None for _, summary in summaries):
         yield Note(f"mean absolute error by constants that were fitted without this {source}", "left out")
-        yield Note(f"rows whose measured value is in the {COVERED:.0%} interval of that prediction", "inside")
+        yield Note(f"rows whose measured value is in the {INTERVAL} of that prediction", "inside")
 
 
 def _remarks(name: str, texts: Iterable[tuple[str, Any]]) -> Iterator[Note]:

@@ -9,6 +9,7 @@ import numpy as np
 from shardwright.cost.machine import with_times
 from shardwright.cost.step import step_time
 from shardwright.planner.choice import PricedLayout
+from shardwright.planner.error_summary import INTERVAL, bounds_in_words
 from shardwright.planner.headline import headline, interval_s
 from shardwright.planner.log_calibration import LogCalibration
 from shardwright.readers.logs import FEWEST_STEPS, StepTimes, TrainingLog, joined_times
@@ -71,8 +72,8 @@ def _predictions(priced: PricedLayout, result: LogCalibration) -> list[tuple[flo
 
 
 def _predicted(name: str, prediction: tuple[float, tuple[float, float]]) -> Fact:
-    step_s, (low, high) = prediction
-    return Fact(name, format_seconds(step_s), f"80 % interval: {format_seconds(low)} to {format_seconds(high)}")
+    step_s, interval = prediction
+    return Fact(name, format_seconds(step_s), f"{INTERVAL}: {bounds_in_words(interval)}")
 
 
 def _constants(result: LogCalibration) -> Table:
@@ -80,7 +81,7 @@ def _constants(result: LogCalibration) -> Table:
         Column("constant"), *(Column(name, NUMBER) for name in ("share of the step", "before, 80 %", "after, 80 %"))
     ]  # fmt: skip
     rows = [
-        (name, f"{share:.0%}", "{:.2f} to {:.2f}".format(*was), "{:.2f} to {:.2f}".format(*now))
+        (name, f"{share:.0%}", *(bounds_in_words(times, "{:.2f}".format) for times in (was, now)))
         for name, was, now, share in result.intervals()
     ]
     return Table(columns, rows)
@@ -177,9 +178,9 @@ def explained_log_view(
 def _verdict(measured_s: float, interval_s: tuple[float, float]) -> str:
     low, high = interval_s
     if low <= measured_s <= high:
-        return "the median step is inside the 80 % interval: the run is as fast as expected"
+        return f"the median step is inside the {INTERVAL}: the run is as fast as expected"
     bound, words = (high, "slower than its end") if measured_s > high else (low, "faster than its start")
-    return f"the median step is outside the 80 % interval, {abs(measured_s / bound - 1):.1%} {words}"
+    return f"the median step is outside the {INTERVAL}, {abs(measured_s / bound - 1):.1%} {words}"
 
 
 def _slow_table(groups: Sequence[SlowSteps]) -> Table:

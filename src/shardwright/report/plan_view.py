@@ -11,6 +11,7 @@ from shardwright.planner.alternatives import Alternative
 from shardwright.planner.batches import NearBatch
 from shardwright.planner.choice import PricedLayout, shortage
 from shardwright.planner.document import job_document, layout_document
+from shardwright.planner.error_summary import INTERVAL, bounds_in_words
 from shardwright.planner.explain import explain, lines
 from shardwright.planner.headline import headline, unmeasured
 from shardwright.planner.nearest import PlanRemedy, adapters_in_words
@@ -244,9 +245,8 @@ def _speed(priced: PricedLayout) -> Iterator[Fact]:
     numbers, job = headline(priced), priced.job
     rate = f"{format_count(numbers.tokens_per_s_per_accelerator)} on each accelerator"
     yield Fact("a step takes", format_seconds(numbers.step_s), f"{format_count(numbers.tokens_per_s)} tokens/s, {rate}")
-    low, high = map(format_seconds, numbers.interval_s)
     wide = f"(no measured run is on {job.cluster.accelerator.name}, so this is wide)" if unmeasured(job) else ""
-    yield Fact("80 % interval", f"{low} to {high}", wide)
+    yield Fact(INTERVAL, bounds_in_words(numbers.interval_s), wide)
     peak_tflops = job.peak_flops_per_s / 1e12
     peak = f"{peak_tflops:,.0f} TFLOP/s" if peak_tflops >= 10 else f"{peak_tflops:.3g} TFLOP/s"
     again = f"; HFU {numbers.hfu_full:.1%}, {numbers.hfu_causal:.1%}" if numbers.recomputes_flops else ""

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from shardwright.cost.hardware import Cluster
+from shardwright.planner.error_summary import INTERVAL, bounds_in_words
 from shardwright.planner.operations import SAVES
 from shardwright.planner.whole_run import WholeRun
 from shardwright.system.units import format_bytes, format_count, format_seconds
@@ -31,12 +32,12 @@ def days_in_words(days: float) -> str:
 
 def whole_run_parts(run: WholeRun, cluster: Cluster) -> Iterator[Part]:
     """Yield the whole run: its numbers, its days by kind, and each way to save checkpoints."""
-    low, high = map(days_in_words, run.interval_days)
+    bounds = bounds_in_words(run.interval_days, days_in_words)
     count = f"{run.interruptions:,.0f}" if run.interruptions >= 100 else f"{run.interruptions:.3g}"
     yield Section(f"{format_count(run.tokens)} tokens: {days_in_words(run.days)}")
     yield Facts(
         [
-            Fact("80 % interval", f"{low} to {high}", f"{run.steps:,.0f} steps; goodput {run.goodput:.1%}"),
+            Fact(INTERVAL, bounds, f"{run.steps:,.0f} steps; goodput {run.goodput:.1%}"),
             Fact("accelerator-hours", f"{run.accelerator_hours:,.0f}", _cost(run)),
             Fact("interruptions", count, f"(one every {format_seconds(run.hours_between * 3600)})"),
             Fact(

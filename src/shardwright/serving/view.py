@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardwright.planner.error_summary import INTERVAL, bounds_in_words
 from shardwright.serving.interval import FIRST, FURTHER, RATE, interval
 from shardwright.serving.search import PERCENTILE, ServingOption, ServingPlan, ServingTask, SimulatedOption
 from shardwright.serving.separate import SimulatedSplit
@@ -94,8 +95,7 @@ def _best(plan: ServingPlan, best: SimulatedOption) -> Iterator[Part]:
     yield Section(f"best: {best.layout}, at most {best.option.batch:,} requests in each instance")
     details = f"{best.per_accelerator:,.0f} of each accelerator, {best.per_user:,.1f} of each user"
     if not task.serving.on_host:
-        low, high = interval(best.tokens_per_s, RATE)
-        details += f"; 80 % interval {low:,.0f} to {high:,.0f}"
+        details += f"; {INTERVAL} {bounds_in_words(interval(best.tokens_per_s, RATE), '{:,.0f}'.format)}"
     rows = [
         Fact("tokens/s", f"{best.tokens_per_s:,.0f}", details),
         *_latencies(best.served, task.serving),
@@ -122,8 +122,7 @@ def _latencies(served: ServedTimes, serving: Serving) -> Iterator[Fact]:
         median, *rest = (format_seconds(value(share)) for share in (50, PERCENTILE, 99))
         more = "".join(f", {latency} for {share} of 100" for latency, share in zip(rest, (PERCENTILE, 99), strict=True))
         if not serving.on_host:
-            low, high = map(format_seconds, interval(value(50), name))
-            more += f"; 80 % interval of the median {low} to {high}"
+            more += f"; {INTERVAL} of the median {bounds_in_words(interval(value(50), name))}"
         yield Fact(name, median, f"for 50 of 100{more}")
 
 
