@@ -1,17 +1,23 @@
-"""Fills the tables of columns in docs/measured-runs.md from src/shardwright/planner/run_columns.py.
+"""Fills the tables of columns of measured-runs.md, serving.md and plan-rl.md from the columns that the code reads.
 
 python docs/make_measured_runs.py
 """
 
 import re
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 from shardwright.planner.run_columns import RunColumn, columns
+from shardwright.rl.measured import STEPS
+from shardwright.serving.measured import MEASUREMENTS_TABLE
 
-PAGE = Path(__file__).with_name("measured-runs.md")
-FIRST = ("id", "model_kind", "accelerator", "stack", "tp", "step_time_s")
-"""The column that begins each of the page's tables."""
+PAGES: Mapping[str, tuple[Mapping[str, RunColumn], Sequence[str]]] = {
+    "measured-runs": (columns(), ("id", "model_kind", "accelerator", "stack", "tp", "step_time_s")),
+    "serving": (columns(MEASUREMENTS_TABLE.row), ("id",)),
+    "plan-rl": (columns(STEPS.row), ("id",)),
+}
+"""The columns of each page, and the column with which each of the page's tables starts."""
 NEEDED = {
     "always": "always",
     "usable": "if usable",
@@ -22,23 +28,29 @@ NEEDED = {
     "": "",
 }
 _HEADER = re.compile(r"(?<=```text\n)id,.*\n")
-_TABLE = re.compile(r"(\| column \|.*\n\| --- .*\n)(?:\|.*\n)*")
+_TABLE = re.compile(r"(\| column \| meaning \| valid .*\n\| --- .*\n)(?:\|.*\n)*")
 
 
-def page() -> str:
+def path_of(name: str) -> Path:
+    """Return the file of a page."""
+    return Path(__file__).with_name(f"{name}.md")
+
+
+def page(name: str) -> str:
     """The page with fresh tables."""
-    names = list(columns())
-    ends = [names.index(name) for name in FIRST] + [len(names)]
-    parts = iter([names[begin:end] for begin, end in pairwise(ends)])
-    text = _HEADER.sub(",".join(names) + "\n", PAGE.read_text(encoding="utf-8"))
-    return _TABLE.sub(lambda table: table[1] + "".join(table_row(name, columns()[name]) for name in next(parts)), text)
+    known, first = PAGES[name]
+    names = list(known)
+    ends = [names.index(column) for column in first] + [len(names)]
+    parts = iter([names[start:end] for start, end in pairwise(ends)])
+    text = _HEADER.sub(",".join(names) + "\n", path_of(name).read_text(encoding="utf-8"))
+    return _TABLE.sub(lambda table: table[1] + "".join(_row(column, known[column]) for column in next(parts)), text)
 
 
-def table_row(name: str, column: RunColumn) -> str:
-    """Return the row of a column in a table of a page."""
+def _row(name: str, column: RunColumn) -> str:
     return f"| `{name}` | {column.help} | {column.rule} | {NEEDED[column.needed]} |\n"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
-    print(f"written to {PAGE}")
+    for each in PAGES:
+        path_of(each).write_text(page(each), encoding="utf-8")
+        print(f"written to {path_of(each)}")

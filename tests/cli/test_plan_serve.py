@@ -147,7 +147,7 @@ def test_a_row_with_a_bad_cell_is_skipped_and_the_other_rows_are_compared(tmp_pa
     assert result.exit_code == 0, result.output
     skipped = [row["skipped"] for row in json.loads(result.stdout)["rows"]]
     assert None in skipped
-    assert "tp='many'; valid: a whole number from 1 to 999,999,999" in skipped
+    assert "tp='many': valid: a whole number from 1 to 999,999,999" in skipped
     assert any("accelerator 'abacus' is not known" in each for each in skipped if each)
 
 

@@ -6,15 +6,17 @@ from statistics import fmean, median
 
 import pytest
 
+from shardwright.planner.run_columns import columns
 from shardwright.serving.engines import ENGINES, UNNAMED, engine_of
 from shardwright.serving.evaluate import MEASUREMENTS, ServingEvaluation, ServingPrediction, evaluate
 from shardwright.serving.interval import HALF_WIDTHS, KINDS, half_widths
-from shardwright.serving.measured import COLUMNS, FULL, LOOP, STATIC, ServingCase, SkippedServingRow, read
+from shardwright.serving.measured import FULL, LOOP, MEASUREMENTS_TABLE, STATIC, ServingCase, SkippedServingRow, read
 from shardwright.serving.models import named
 from shardwright.serving.rates import OTHERS, fitted
 from shardwright.system.errors import InputError
 from tests.marks import prove
 
+COLUMNS = tuple(columns(MEASUREMENTS_TABLE.row))
 GOOD = {
     "id": "x1",
     "source_id": "trtllm-v0.8",
@@ -152,7 +154,9 @@ def test_every_problem_of_a_row_or_of_the_columns_is_told_at_once(tmp_path: Path
     assert isinstance(skipped, SkippedServingRow)
     for part in ("tp='two'", "value='-1'", "model is empty", "id is empty"):
         assert part in skipped.reason
-    with pytest.raises(InputError, match="row 3: id='x1'"):
+    document = evaluate(table(tmp_path, GOOD, bad)).as_json()
+    assert [row["measured"] for row in document["rows"]] == [5000, None]
+    with pytest.raises(InputError, match="row 3: id=x1: row 2 has the same"):
         read(table(tmp_path, GOOD, GOOD))
     with pytest.raises(InputError, match="column 'tpp' is not known"):
         read(table(tmp_path, GOOD, header=(*COLUMNS[:-1], "tpp")))
@@ -166,9 +170,9 @@ def test_every_problem_of_a_row_or_of_the_columns_is_told_at_once(tmp_path: Path
         ({"tp": "3", "n_accelerators": "3"}, "tp 3 does not divide 32 heads"),
         ({"tp": "2"}, "tp 2 x pp 1 x dp 1 = 2, not n_accelerators=1"),
         ({"accelerator": "A100-SXM4-80GB"}, "a100-80gb has no matmuls in fp8"),
-        ({"precision_weights": "int3"}, "precision_weights 'int3' has no price"),
-        ({"precision_kv": "int4"}, "precision_kv 'int4' has no price"),
-        ({"metric": "itl"}, "metric 'itl' is not predicted"),
+        ({"precision_weights": "int3"}, "precision_weights='int3': valid: fp32, bf16"),
+        ({"precision_kv": "int4"}, "precision_kv='int4': valid: fp32, bf16"),
+        ({"metric": "itl"}, "metric='itl': valid: output_tokens_per_s"),
         ({"input_len": ""}, "the lengths of prompts and answers are not stated"),
         ({"notes": "static batch; ENGINE: Megatron (not FasterTransformer)"}, "the engine Megatron has no constants"),
     ],

@@ -42,6 +42,12 @@ def read_runs(path: Path) -> list[PredictableRun | SkippedRun]:
 
 def read_table(path: Path, kind: TableKind[Row]) -> list[tuple[int, Row]]:
     """Return every row with its line in the file (its last line if it has several). Raises as `read_runs`."""
+    return [(line, row) for line, row, _ in read_rows(path, kind, strict=True)]
+
+
+def read_rows(path: Path, kind: TableKind[Row], *, strict: bool = False) -> list[tuple[int, Row, list[str]]]:
+    """Return every row with its line in the file and the problems of its cells. Raises InputError for columns, widths
+    of rows and ids that are not valid; if `strict`, also for the problems of cells."""
     try:
         lines = [(line, [cell.strip() for cell in cells]) for line, cells in read_csv(path) if any(cells)]
     except (OSError, ValueError) as error:
@@ -51,7 +57,7 @@ def read_table(path: Path, kind: TableKind[Row]) -> list[tuple[int, Row]]:
         raise InputError(*(f"{path}: {problem}" for problem in header_problems))
     if len(lines) == 1:
         raise InputError(f"{path}: no rows below the header")
-    rows: list[tuple[int, Row]] = []
+    rows: list[tuple[int, Row, list[str]]] = []
     problems: list[str] = []
     lines_of_ids: dict[str, int] = {}
     for line, cells in lines[1:]:
@@ -61,10 +67,11 @@ def read_table(path: Path, kind: TableKind[Row]) -> list[tuple[int, Row]]:
         texts = dict.fromkeys(columns(kind.row), "") | dict(zip(header, cells, strict=True))
         row, reasons = _read(texts, kind)
         reasons = reasons or list(kind.contradictions(row))
+        rows.append((line, row, reasons))
+        reasons = list(reasons) if strict else []
         if texts["id"] and (first := lines_of_ids.setdefault(texts["id"], line)) != line:
             reasons.append(f"id={_quoted(texts['id'])}: row {first} has the same; valid: one that no other row has")
         problems += (f"row {line}: {problem}" for problem in reasons)
-        rows.append((line, row))
     if problems:
         raise InputError(*(f"{path}, {problem}" for problem in problems))
     return rows

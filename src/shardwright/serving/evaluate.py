@@ -74,18 +74,18 @@ class ServingEvaluation:
     def as_json(self) -> dict[str, Any]:
         """Return `rows`, with the skipped ones after the others, and `sources`."""
         rows = [
-            _row_json(row.case.line, row.case.measured)
+            _row_json(row.case.line)
             | {"predicted": row.predicted, "left_out": row.left_out, "left_out_interval": row.interval}
             | as_json(row.case)
             for row in self.rows
         ]
-        skipped = [_row_json(row.line, float(row.line.value)) | {"skipped": row.reason} for row in self.skipped]
+        skipped = [_row_json(row.line) | {"skipped": row.reason} for row in self.skipped]
         return {"file": str(self.path), "rows": rows + skipped, "sources": [vars(kind) for kind in self.summaries]}
 
 
-def _row_json(line: ServingTableRow, measured: float) -> dict[str, Any]:
+def _row_json(line: ServingTableRow) -> dict[str, Any]:
     """Return the JSON of a row that has no prediction."""
-    names = {"id": line.id, "source": line.source_id, "metric": line.metric, "measured": measured}
+    names = {"id": line.id, "source": line.source_id, "metric": line.metric, "measured": line.value}
     return names | dict.fromkeys(("predicted", "left_out", "left_out_interval", "skipped"))
 
 

@@ -13,52 +13,59 @@ the lengths are: nothing here is fitted.
 """
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shardwright.cost.hardware import Cluster, accelerator, cluster
 from shardwright.model.spec import ModelSpec
+from shardwright.planner.run_columns import choice_column, decimal_column, text_column, whole_column
+from shardwright.planner.runs import TableKind, read_rows
 from shardwright.serving.engines import ENGINES, UNNAMED, ServingEngine, engine_of
 from shardwright.serving.formats import CACHE_BYTES, FORMATS, computed_in
 from shardwright.serving.models import named
 from shardwright.serving.setting import Degrees
 from shardwright.split.rules import experts_divide
-from shardwright.system.errors import InputError, nearest
-from shardwright.system.files import read_csv, reason
+from shardwright.system.errors import InputError
 
 METRICS = ("output_tokens_per_s", "total_tokens_per_s", "ttft_s", "tpot_s", "e2e_latency_s")
 """Metrics that a row may measure. Tokens per second are summed over all its accelerators."""
 STATIC, LOOP, FULL = "static batch", "closed loop", "maximum load"
-_LONGEST = 60
+MOST = 999_999_999
+"""Largest whole number of a cell."""
 _KNOWN = ", ".join(dict.fromkeys(engine.name.partition("-")[0] for engine in ENGINES))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ServingTableRow:
-    """A row of the table as read; the fields are its columns."""
+    """A row of the table as read; the fields are its columns. A cell that is not valid is None."""
 
-    id: str
-    source_id: str
-    source: str
-    table: str
-    model: str
-    accelerator: str
-    n_accelerators: str
-    tp: str
-    pp: str
-    ep: str
-    dp: str
-    precision_weights: str
-    precision_kv: str
-    precision_compute: str
-    input_len: str
-    output_len: str
-    batch_or_concurrency: str
-    metric: str
-    value: str
-    notes: str
+    id: str = text_column("unique name of the row", "always")
+    source_id: str = text_column("short name of the source; errors are averaged over its rows", "always")
+    source: str = text_column("long name of the source")
+    table: str = text_column("table of the source")
+    model: str = text_column("name as published", "always")
+    accelerator: str = text_column("name as published", "always")
+    n_accelerators: int | None = whole_column("of an instance. Empty: tp x pp x dp", MOST)
+    tp: int | None = whole_column("tensor parallelism. Empty: all accelerators", MOST)
+    pp: int | None = whole_column("stages. Empty: 1", MOST)
+    ep: int | None = whole_column("expert parallelism. Empty: 1", MOST)
+    dp: int | None = whole_column("dp attention. Empty: 1", MOST)
+    precision_weights: str | None = choice_column("of the weights. Empty: precision_compute, or bf16", *FORMATS)
+    precision_kv: str | None = choice_column(
+        "of the cache. Empty: fp8 if TensorRT-LLM or vLLM has fp8 weights, else 16 bits", *CACHE_BYTES
+    )
+    precision_compute: str | None = choice_column("of the matmuls", *FORMATS)
+    input_len: int | None = whole_column("tokens of a prompt. A row without it is skipped", MOST)
+    output_len: int | None = whole_column("tokens of an answer. A row without it is skipped", MOST)
+    batch_or_concurrency: int | None = whole_column("requests at a time. Empty: not limited by the client", MOST)
+    metric: str = choice_column("the measured quantity; tokens/s are of all accelerators", *METRICS, needed="always")
+    value: float = decimal_column("of the metric", 1e-6, 10**12, "always")
+    notes: str = text_column(
+        "remarks. Engine and version are read from notes, source_id and source; so are static, closed loop and "
+        "infinite rate"
+    )
 
 
 @dataclass(frozen=True)
@@ -92,68 +99,22 @@ class SkippedServingRow:
     reason: str
 
 
-COLUMNS = tuple(field.name for field in fields(ServingTableRow))
+MEASUREMENTS_TABLE = TableKind(
+    ServingTableRow, lambda *_: {"always": True}, lambda _: iter(()), "docs/serving.md#a-table-of-your-own"
+)
 
 
 def read(path: Path) -> list[ServingCase | SkippedServingRow]:
-    """Return every row of a table; a row with a cell that is not valid is skipped, with the first such cell.
+    """Return every row of a table; a row with cells that are not valid, or that cannot be priced, is skipped.
 
     Raises InputError with every problem of the columns, and for rows of another width or with equal ids.
     """
-    try:
-        rows = [cells for _, cells in read_csv(path)]
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read: {reason(error)}") from None
-    if not rows or not any(rows[0]):
-        raise InputError(f"{path}: the file is empty; its first line names the columns")
-    head, body = rows[0], [row for row in rows[1:] if row]
-    problems = [
-        f"{path}: column {name!r} is not known; {nearest(name, COLUMNS)}" for name in head if name not in COLUMNS
-    ]
-    problems += [f"{path}: column {name!r} is missing" for name in COLUMNS if name not in head]
-    problems += [f"{path}: column {name!r} stands there twice" for name in COLUMNS if head.count(name) > 1]
-    if problems:
-        raise InputError(*problems)
-    wrong_width = [(at, row) for at, row in enumerate(body, 2) if len(row) != len(head)]
-    if wrong_width:
-        raise InputError(
-            *(f"{path}: row {at} has {len(row)} cells and the header {len(head)}" for at, row in wrong_width)
-        )
-    lines = [ServingTableRow(**dict(zip(head, (cell.strip() for cell in row), strict=True))) for row in body]
-    problems = []
-    seen: dict[str, int] = {}
-    for at, line in enumerate(lines, 2):
-        if line.id in seen:
-            problems.append(f"{path}: row {at}: id={line.id!r} is that of row {seen[line.id]} too; ids are unique")
-        seen.setdefault(line.id, at)
-    if problems:
-        raise InputError(*problems)
-    return [_case(line) for line in lines]
+    return [_case(line, problems) for _, line, problems in read_rows(path, MEASUREMENTS_TABLE)]
 
 
-_NEEDED = ("id", "source_id", "model", "accelerator", "metric", "value")
-_WHOLE = ("n_accelerators", "tp", "pp", "ep", "dp", "input_len", "output_len", "batch_or_concurrency")
-
-
-def _problems(line: ServingTableRow) -> Iterator[str]:
-    for name in _NEEDED:
-        if not getattr(line, name):
-            yield f"{name} is empty, and has to be given"
-    for name in _WHOLE:
-        cell = getattr(line, name)
-        if cell and not (re.fullmatch("[0-9]{1,9}", cell) and int(cell) > 0):
-            yield f"{name}={_quoted(cell)}; valid: a whole number from 1 to 999,999,999"
-    if line.value and not (re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,12})?", line.value) and float(line.value) > 0):
-        yield f"value={_quoted(line.value)}; valid: a decimal above 0"
-
-
-def _quoted(text: str) -> str:
-    return repr(text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "...")
-
-
-def _case(line: ServingTableRow) -> ServingCase | SkippedServingRow:
+def _case(line: ServingTableRow, problems: Sequence[str]) -> ServingCase | SkippedServingRow:
     """Return the run that a row describes, or the reason why it cannot be priced."""
-    if problems := [*_problems(line)]:
+    if problems:
         return SkippedServingRow(line, "; ".join(problems))
     try:
         return _priced(line)
@@ -162,19 +123,10 @@ def _case(line: ServingTableRow) -> ServingCase | SkippedServingRow:
 
 
 def _priced(line: ServingTableRow) -> ServingCase:
-    for name, priced in {
-        "precision_weights": FORMATS,
-        "precision_kv": CACHE_BYTES,
-        "precision_compute": FORMATS,
-    }.items():
-        if (cell := getattr(line, name)) and cell not in priced:
-            raise InputError(f"{name} {cell!r} has no price; {', '.join(priced)} have")
-    if line.metric not in METRICS:
-        raise InputError(f"metric {line.metric!r} is not predicted; {nearest(line.metric, METRICS)}")
     model_name, model = named(line.model)
     chip = accelerator(line.accelerator)
     engine = _engine(line)
-    if not line.input_len or not line.output_len:
+    if line.input_len is None or line.output_len is None:
         raise InputError("the lengths of prompts and answers are not stated")
     assumed: list[str] = []
     if engine is None:
@@ -187,7 +139,7 @@ def _priced(line: ServingTableRow) -> ServingCase:
         assumed.append("weights and matmuls in bf16")
     if computed_in(precision, chip) is None:
         raise InputError(f"{chip.name} has no matmuls in {precision}")
-    lengths, requests = (int(line.input_len), int(line.output_len)), int(line.batch_or_concurrency or 0)
+    lengths, requests = (line.input_len, line.output_len), line.batch_or_concurrency or 0
     if CLIENT in line.notes:
         engine = server(engine, model_name, chip.name, degrees, lengths, requests)
         assumed.append("the server is started as the scripts of InferenceX do")
@@ -195,7 +147,7 @@ def _priced(line: ServingTableRow) -> ServingCase:
         line=line, model=model, model_name=model_name, cluster=_cluster(chip.name, degrees.size), engine=engine,
         degrees=degrees, precision=precision, kv_precision=_kv_precision(line, engine, precision, assumed),
         input_len=lengths[0], output_len=lengths[1], requests=requests, regime=_regime(line, engine),
-        shortest=0.8 if "0.8 to 1.0" in line.notes else 1.0, measured=float(line.value), assumed=tuple(assumed),
+        shortest=0.8 if "0.8 to 1.0" in line.notes else 1.0, measured=line.value, assumed=tuple(assumed),
     )  # fmt: skip
 
 
@@ -211,14 +163,14 @@ def _engine(line: ServingTableRow) -> ServingEngine | None:
 
 
 def _degrees(line: ServingTableRow, model: ModelSpec, assumed: list[str]) -> Degrees:
-    pp, dp = int(line.pp or 1), int(line.dp or 1)
-    n = int(line.n_accelerators or int(line.tp or 1) * pp * dp)
-    tp = int(line.tp) if line.tp else n // (pp * dp)
+    pp, dp = line.pp or 1, line.dp or 1
+    n = line.n_accelerators or (line.tp or 1) * pp * dp
+    tp = line.tp or n // (pp * dp)
     if not line.tp:
         assumed.append(f"tp {tp}, as many as there are accelerators")
     if tp * pp * dp != n:
         raise InputError(f"tp {tp} x pp {pp} x dp {dp} = {tp * pp * dp}, not n_accelerators={n}")
-    ep = int(line.ep or 1)
+    ep = line.ep or 1
     if (tp * dp) % ep or not experts_divide(model, ep):
         raise InputError(f"ep {ep} does not divide the {tp * dp} ranks and the experts of the model")
     if model.n_heads % tp:
