@@ -196,7 +196,7 @@ def test_equal_runs_give_equal_files(tmp_path: Path) -> None:
 
 
 def test_another_suffix_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"curves\.pdf: a picture is named \*\.png or \*\.svg"):
+    with pytest.raises(InputError, match=r"curves\.pdf: valid: a file named \*\.png or \*\.svg"):
         draw_curves(read_run(usual(tmp_path)), tmp_path / "curves.pdf")
     assert not (tmp_path / "curves.pdf").exists()
 

@@ -172,7 +172,7 @@ def test_strange_events_are_left_out_and_links_are_not_followed(tmp_path: Path):
 def test_a_run_without_traces_is_told_the_key(tmp_path: Path):
     with pytest.raises(InputError, match=r"has no trace of a step; set profile\.first_step"):
         merge_traces(tmp_path, tmp_path / "t.json")
-    with pytest.raises(InputError, match=r"a trace is named \*\.json"):
+    with pytest.raises(InputError, match=r"valid: a file named \*\.json"):
         merge_traces(tmp_path, tmp_path / "t.svg")
 
 

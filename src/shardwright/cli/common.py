@@ -32,7 +32,16 @@ from shardwright.system.errors import (
     system_limit,
     too_many_files,
 )
-from shardwright.system.files import is_text, parse_json, parse_toml, problem_of_place, read_text, reason, url_problem
+from shardwright.system.files import (
+    is_text,
+    parse_json,
+    parse_toml,
+    problem_of_place,
+    read_text,
+    reason,
+    suffix_problem,
+    url_problem,
+)
 from shardwright.system.processes import in_one_sentence
 from shardwright.system.signals import interrupts, leaving_is_failure
 from shardwright.system.units import MOST_COUNTED
@@ -286,13 +295,13 @@ def size_problems(sizes: Mapping[str, int | None], needed: Iterable[str] = ()) -
     return missing + [f"{option} {n:,}: at most {most[option]:,} is possible" for option, n in large.items()]
 
 
-def output_problems(option: str, path: Path | None, named: Mapping[str, str] | None = None) -> list[str]:
-    """Return the problems of an option that names a file to write, if it is given. `named`: the valid suffixes, each
-    with the words that precede it in the error; None: any suffix is valid."""
+def output_problems(option: str, path: Path | None, *suffixes: str) -> list[str]:
+    """Return the problems of an option that names a file to write, if it is given. `suffixes`: of its name; without
+    them, any is valid."""
     if path is None:
         return []
-    if named and path.suffix.lower() not in named:
-        return [f"{option} {path}: {', '.join(f'{words} *{suffix}' for suffix, words in named.items())}"]
+    if suffixes and (problem := suffix_problem(path, *suffixes)) is not None:
+        return [f"{option} {problem}"]
     if url_problem(path) is None and not path.absolute().parent.is_dir():
         return [f"{option} {path}: there is no folder {path.parent}; make it first"]
     problem = problem_of_place(path)

@@ -118,9 +118,9 @@ def _dry_run(
 
 def _problems(options: DryrunOptions) -> list[str]:
     """Return the problems of the options that can be found without the run file."""
-    problems = output_problems("--html", options.html, {".html": "valid: a file named"})
-    problems += output_problems("--trace", options.trace, {".json": "valid: a file named"})
-    problems += output_problems("--snapshot", options.snapshot, {".pickle": "valid: a file named"})
+    problems = output_problems("--html", options.html, ".html")
+    problems += output_problems("--trace", options.trace, ".json")
+    problems += output_problems("--snapshot", options.snapshot, ".pickle")
     if options.ranks not in (None, ALL):
         problems.append(f"--ranks {options.ranks}: valid: {ALL}; a single one is given by --rank")
     if options.ranks is not None and options.rank is not None:

@@ -37,7 +37,7 @@ LAYOUT_KEYS = ("tp", "pp", "cp", "cp_method", "ulysses_degree", "ep", "dp_replic
 
 BATCH_INVARIANT = "log-probabilities of training, score and generate are equal in each bit, whatever the batch; slower"
 RECORD_EXPERTS = "write the experts of each token in each layer with experts"
-EXPERT_FILES = {".safetensors": "valid: a file named"}
+EXPERT_FILES = ".safetensors"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,10 +78,8 @@ def measure(options: MeasureOptions) -> None:
 
 
 def _problems(options: MeasureOptions) -> list[str]:
-    problems = device_problems(options.device) + output_problems(
-        "--html", options.html, {".html": "valid: a file named"}
-    )
-    problems += output_problems("--out", options.out, {".toml": "valid: a file named"})
+    problems = device_problems(options.device) + output_problems("--html", options.html, ".html")
+    problems += output_problems("--out", options.out, ".toml")
     if options.out is None and options.html is None and not options.json:
         problems.append("--out is missing; name the hardware file to write, such as --out mine.toml")
     if options.out is not None and options.out.is_file() and not options.overwrite:

@@ -41,8 +41,8 @@ def mup_check(options: MupCheckOptions) -> None:
     from shardwright.system.files import write_whole
 
     widths = _widths(options.widths)
-    problems = output_problems("--draw", options.draw, {".svg": "a picture is named"})
-    problems += output_problems("--html", options.html, {".html": "a page is named"})
+    problems = output_problems("--draw", options.draw, ".svg")
+    problems += output_problems("--html", options.html, ".html")
     if problems:
         raise InputError(*problems)
     config = load(options.run, options.overrides or ())

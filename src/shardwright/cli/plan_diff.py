@@ -38,7 +38,7 @@ def plan_diff(options: PlanDiffOptions) -> None:
     """
     sides = (("A", options.a, options.cluster), ("B", options.b, options.other_cluster or options.cluster))
     priced: list[PricedLayout] = []
-    problems = output_problems("--html", options.html, {".html": "valid: a file named"})
+    problems = output_problems("--html", options.html, ".html")
     for name, path, cluster in sides:
         try:
             priced.append(_priced(path, cluster, options.hardware))

@@ -190,8 +190,8 @@ def plan_option_problems(options: PlanOptions) -> list[str]:
         problems.append(f"--write {write}: that is the run file that is read; name another")
     elif write is not None and write.is_file() and not options.overwrite:
         problems.append(f"--write {write}: the file exists; name another, or add --overwrite to replace it")
-    problems += output_problems("--write", write, {".toml": "valid: a file named"})
-    return problems + output_problems("--html", html, {".html": "valid: a file named"})
+    problems += output_problems("--write", write, ".toml")
+    return problems + output_problems("--html", html, ".html")
 
 
 def measured_option_problems(options: PlanOptions) -> list[str]:

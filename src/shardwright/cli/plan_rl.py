@@ -179,7 +179,7 @@ def _number_problems(options: PlanRLOptions) -> list[str]:
         problems.append(f"--updates {options.updates} does not divide {n:,} answers (--prompts x --group)")
     if not 0 <= options.off_policy <= MOST_STEPS:
         problems.append(f"--off-policy {options.off_policy}: valid: 0 to {MOST_STEPS}")
-    return problems + output_problems("--html", options.html, {".html": "valid: a file named"})
+    return problems + output_problems("--html", options.html, ".html")
 
 
 def _split_problems(options: PlanRLOptions, size: int) -> list[str]:

@@ -298,7 +298,7 @@ def _number_problems(options: PlanServeOptions) -> list[str]:
         problems.append(f"--price {options.price:g}: a price above 0 is needed")
     if options.explain is not None and options.html is not None:
         problems.append("--html shows what a search finds, and --explain searches nothing; leave one out")
-    return problems + output_problems("--html", options.html, {".html": "valid: a file named"})
+    return problems + output_problems("--html", options.html, ".html")
 
 
 def _read(

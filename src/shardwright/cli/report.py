@@ -14,7 +14,7 @@ from shardwright.runs.folder import CURVES, EXPERT_LOAD, PAGE, TIMELINE
 from shardwright.schedule.draw import draw
 from shardwright.schedule.trace import write_trace
 from shardwright.system.errors import InputError
-from shardwright.system.files import problem_of_place, write_whole
+from shardwright.system.files import problem_of_place, suffix_problem, write_whole
 
 COMPARISON = "comparison.html"
 
@@ -100,8 +100,8 @@ def _place_of_timeline(run: RunRecord, requested: Path | None) -> Path | None:
     requested and there is none, and for a suffix that is neither a picture's nor a trace's."""
     if run.pipeline is not None:
         place = requested or run.folder / TIMELINE
-        if place.suffix.lower() not in (".svg", ".json"):
-            raise InputError(f"--timeline {place}: a picture is named *.svg, a trace *.json")
+        if (problem := suffix_problem(place, ".svg", ".json")) is not None:
+            raise InputError(f"--timeline {problem}")
         return place
     if requested is not None:
         pp = run.config.layout.layout().pp

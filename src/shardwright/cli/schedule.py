@@ -131,10 +131,8 @@ def _check(options: ScheduleOptions) -> Times:
         problems.append("--sort goes with --compare, which has a row for each schedule; leave it out")
     if options.compare_all and options.csv is not None:
         problems.append("--csv holds one schedule and --compare shows all; name one with --schedule")
-    problems += output_problems("--draw", options.drawing, {".svg": "a picture is named", ".json": "a trace"})
-    problems += output_problems("--csv", options.csv) + output_problems(
-        "--html", options.html, {".html": "valid: a file named"}
-    )
+    problems += output_problems("--draw", options.drawing, ".svg", ".json")
+    problems += output_problems("--csv", options.csv) + output_problems("--html", options.html, ".html")
     with collecting(problems):
         times = _times(options.times, options.comm)
     if problems:

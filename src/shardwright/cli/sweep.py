@@ -68,8 +68,8 @@ def sweep(options: SweepOptions) -> None:
     from shardwright.training.sweep import best_by_flops, fit_power_law, parse_grid, sweep_runs
     from shardwright.training.sweep_view import sweep_document, sweep_svg
 
-    problems = output_problems("--draw", options.draw, {".svg": "a picture is named"})
-    problems += output_problems("--html", options.html, {".html": "a page is named"})
+    problems = output_problems("--draw", options.draw, ".svg")
+    problems += output_problems("--html", options.html, ".html")
     problems += ["--out is missing; give a folder for the runs"] * (options.out is None)
     problems += [] if options.out is None or (at_url := problem_above(options.out)) is None else [f"--out {at_url}"]
     problems += [f"--on {options.on}: valid: slurm, whose jobs have arrays"] * (options.on not in (None, "slurm"))

@@ -261,7 +261,7 @@ def _configs(options: VerifyOptions) -> "list[RunConfig]":
     from shardwright.config import flat
 
     overrides, overrides_b = options.overrides or [], options.overrides_b
-    problems = output_problems("--html", options.html, {".html": "valid: a file named"})
+    problems = output_problems("--html", options.html, ".html")
     if options.against != "single":
         problems.append(
             f"--against {options.against}: valid is single; to compare with another layout use --set-b KEY=VALUE"
@@ -318,7 +318,7 @@ def _trainer(trainer: str, options: VerifyOptions) -> None:
 
 def _check_options_of_trainer(options: VerifyOptions) -> None:
     """Raise InputError for options that cannot be combined with --trainer."""
-    problems = output_problems("--html", options.html, {".html": "valid: a file named"})
+    problems = output_problems("--html", options.html, ".html")
     if options.dtype not in ("float64", "float32"):
         problems.append(f"--dtype {options.dtype}: a trainer is compared in its own matmuls; valid: float64, float32")
     given = {

@@ -32,7 +32,7 @@ from shardwright.report.words import learning_rate_in_words
 from shardwright.runs.folder import PHASES
 from shardwright.runs.records import TrainRecord
 from shardwright.system.errors import InputError
-from shardwright.system.files import write_whole
+from shardwright.system.files import suffix_problem, write_whole
 from shardwright.system.units import format_bytes, format_count, format_seconds, percent
 from shardwright.view.style import COLOURS, rendered
 
@@ -61,10 +61,9 @@ def draw_curves(run: RunRecord, path: str | Path) -> None:
 
 def kind_of(path: str | Path) -> str:
     """Return `png` or `svg`, the suffix of a picture's path. Raises InputError for another suffix."""
-    suffix = Path(path).suffix.lower()
-    if suffix not in SUFFIXES:
-        raise InputError(f"{path}: a picture is named {' or '.join('*' + ending for ending in SUFFIXES)}")
-    return suffix[1:]
+    if (problem := suffix_problem(Path(path), *SUFFIXES)) is not None:
+        raise InputError(problem)
+    return Path(path).suffix.lower()[1:]
 
 
 def curves_svg(run: RunRecord) -> str:

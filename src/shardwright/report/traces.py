@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from shardwright.runs.folder import trace_files
 from shardwright.system.errors import InputError
-from shardwright.system.files import parse_json, read_bytes, write_whole
+from shardwright.system.files import parse_json, read_bytes, suffix_problem, write_whole
 from shardwright.system.units import GiB
 
 LONGEST_TRACE = 2 * GiB
@@ -46,8 +46,8 @@ def merge_traces(folder: Path, path: Path) -> None:
 
     Raises InputError if no step was traced, for a damaged trace, and if `path` is not named *.json.
     """
-    if path.suffix.lower() != ".json":
-        raise InputError(f"--trace {path}: a trace is named *.json")
+    if (problem := suffix_problem(path, ".json")) is not None:
+        raise InputError(f"--trace {problem}")
     files = trace_files(folder)
     if not files:
         raise InputError(

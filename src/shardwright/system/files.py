@@ -229,6 +229,13 @@ def problem_above(path: Path) -> str | None:
     return None
 
 
+def suffix_problem(path: Path, *suffixes: str) -> str | None:
+    """Return the problem of a file to write whose name has none of the suffixes; None if it has one."""
+    if path.suffix.lower() in suffixes:
+        return None
+    return f"{path}: valid: a file named {' or '.join('*' + suffix for suffix in suffixes)}"
+
+
 def problem_of_place(path: Path) -> str | None:
     """Return why `path` cannot be written, or None. A regular file is replaced; a character device, such as /dev/null,
     or a pipe is written to; a link is followed within its folder."""
