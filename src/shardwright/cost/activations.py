@@ -35,6 +35,7 @@ token keeps 20 h elements in 16 bits, and 14 h in fp8. Experts stay in 16 bits. 
 which leaves layers in 16 bits, and `precision.fp8_experts`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,9 +45,10 @@ from shardwright.cost.blocks import BlockShape
 from shardwright.cost.formats import FORMATS
 from shardwright.cost.job import FULL, SELECTIVE, Candidates, Floats, Ints, Job
 from shardwright.cost.ledger import Formulas, greatest, plus
-from shardwright.cost.parameters import computed_share, elements, scaled_outputs, vocabulary_rows
+from shardwright.cost.parameters import computed_share, elements, scaled_outputs
 from shardwright.model.linear_sizes import LinearAttentionSpec
 from shardwright.model.pieces import ROWS_TOGETHER
+from shardwright.model.sections import MoESpec
 from shardwright.split.sequence import chunks_of_ring_rank
 
 
@@ -61,63 +63,17 @@ class LayerActivations:
     working: Floats
 
 
-@dataclass(frozen=True)
-class EndActivations:
-    """Bytes outside of the layers. `first`: a dropout mask after the embedding; `last`: input and output of the last
-    norm; `sent`: the output of a stage, if it is kept after the send; `received`: the input of a stage, if it is in a
-    buffer for messages; `logits`: kept from the loss to its backward pass, `waiting_logits`: from there to W; `loss`:
-    temporary buffers of the loss; `to_head`: the gradient of the head's input; `freed`: the part of `logits` that is
-    freed before the gradient of the head's matrix exists."""
-
-    first: Floats
-    last: Floats
-    sent: Floats
-    received: Floats
-    logits: Floats
-    waiting_logits: Floats
-    loss: Floats
-    to_head: Floats
-    freed: Floats
-
-
 def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None = None) -> LayerActivations:
     """Return the activations of one layer of a kind, with each candidate's recomputation. Full recomputation keeps only
     the block's input. `name`: its name in the ledger, by default the kind's."""
     name = name or block.name
     with ledger.section(f"Kept of a microbatch by {name}"):
-        f = Formulas("B", _symbols(job, candidates) | features(job, candidates, block))
-        _attention(job, candidates, f, block)
-        _networks(job, f, gated=block.gates_shared, frozen=block.frozen)
-        parts = ["attention", "networks"]
-        rows: Floats | float = 0.0
-        if block.experts:
-            rows = _experts(f, shared=block.inner > 0, frozen=block.frozen)
-            parts.append("experts")
-        if block.adapters:
-            kept = f.T * f.ranks_of_adapters * f.e
-            if block.scaled:
-                kept = kept + (f.T * f.outputs_scaled + f.T_shard * f.results_scaled) * f.e
-            f("kept of adapters", kept)
-            for what in ("listed of adapters", "adapters for W", "working of adapters"):
-                f(what, 1 * f.kept_of_adapters)
-            parts.append("adapters")
+        f = Formulas("B", symbols(job, candidates) | features(job, candidates, block))
+        parts, rows = _parts(job, candidates, f, block)
         norms_and_masks = f.T_shard * f.h * (f.norms * f.e + f.branches * f.mask)
         f("kept around them", norms_and_masks + f.inputs * f.T_read * f.h * f.e_input)
         f("everything", plus(f.kept_around_them, *(f[f"kept of {part}"] for part in parts)))
-        whole, selective = f.everything, f.everything
-        if job.stack.selective in ("products", "read products"):
-            listed = plus(f.T_shard * f.h * f.e, *(f[f"listed of {part}"] for part in parts))
-            f("listed", np.minimum(listed, f.everything))
-            selective = f.listed
-        elif job.stack.selective == "parts":
-            # Under torch.compile only tensors that a matmul reads uncast have to exist before it.
-            cast = _CAST * (job.stack.casts_again and FORMATS[job.precision].narrow)
-            whole = _without(cast, job, f, experts=False)
-            if np.any(candidates.recomputes_parts):
-                parts_again = (*cast, *recompute.parts_of(job, candidates))
-                selective = _without(parts_again, job, f, experts=bool(block.experts))
-        elif not job.stack.flash_attention:
-            selective = f.everything - f.scores
+        whole, selective = _whole_and_selective(job, candidates, f, block, parts)
         again = candidates.recompute
         kept = f.choose(
             "all kept", again, [whole, selective, f.T_shard * f.h * f.e],
@@ -146,6 +102,45 @@ def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None 
         return LayerActivations(kept, experts, waiting, working)
 
 
+def _parts(job: Job, candidates: Candidates, f: Formulas, block: BlockShape) -> tuple[list[str], Floats | float]:
+    """Add the formulas of each part of a block. Return the parts, and the rows sent to experts."""
+    _attention(job, candidates, f, block)
+    _networks(job, f, gated=block.gates_shared, frozen=block.frozen)
+    parts = ["attention", "networks"]
+    rows: Floats | float = 0.0
+    if block.experts:
+        rows = _experts(f, shared=block.inner > 0, frozen=block.frozen)
+        parts.append("experts")
+    if block.adapters:
+        kept = f.T * f.ranks_of_adapters * f.e
+        if block.scaled:
+            kept = kept + (f.T * f.outputs_scaled + f.T_shard * f.results_scaled) * f.e
+        f("kept of adapters", kept)
+        for what in ("listed of adapters", "adapters for W", "working of adapters"):
+            f(what, 1 * f.kept_of_adapters)
+        parts.append("adapters")
+    return parts, rows
+
+
+def _whole_and_selective(
+    job: Job, candidates: Candidates, f: Formulas, block: BlockShape, parts: Sequence[str]
+) -> tuple[Floats, Floats]:
+    """Return the bytes that a block keeps without recomputation and with selective recomputation."""
+    if job.stack.selective in ("products", "read products"):
+        listed = plus(f.T_shard * f.h * f.e, *(f[f"listed of {part}"] for part in parts))
+        f("listed", np.minimum(listed, f.everything))
+        return f.everything, f.listed
+    if job.stack.selective == "parts":
+        # Under torch.compile only tensors that a matmul reads uncast have to exist before it.
+        cast = _CAST * (job.stack.casts_again and FORMATS[job.precision].narrow)
+        whole = _without(cast, job, f, experts=False)
+        if not np.any(candidates.recomputes_parts):
+            return whole, f.everything
+        parts_again = (*cast, *recompute.parts_of(job, candidates))
+        return whole, _without(parts_again, job, f, experts=bool(block.experts))
+    return f.everything, f.everything if job.stack.flash_attention else f.everything - f.scores
+
+
 def recomputes_mixture(job: Job, candidates: Candidates) -> bool:
     """Return whether selective recomputation keeps nothing of a mixture of experts."""
     return job.stack.selective == "parts" and "moe" in recompute.parts_of(job, candidates)
@@ -164,82 +159,8 @@ def _without(parts: tuple[str, ...], job: Job, f: Formulas, *, experts: bool) ->
     return f.everything - recompute.not_kept(f, tuple(dict.fromkeys(parts)), latent=latent, experts=experts)
 
 
-def ends(job: Job, candidates: Candidates) -> EndActivations:
-    """Return the activations before the first layer and after the last.
-
-    The loss overwrites logits with their gradient, and copies a part of 16-bit logits to fp32 at a time. In other
-    systems all logits are copied, and the softmax is kept; `Stack.logit_peak_bytes` is the maximum of logits, copies
-    and gradients together. In fp32 there are no copies, but softmax and gradients. Modules of multi-token prediction
-    have logits of their own.
-
-    A chunked loss (`layout.loss_chunk_tokens`) has the logits of C tokens, and the temporary tensors of its sums. It
-    keeps the gradients of the head's input and matrix instead of logits; the matrix gradient is a sum in at least 32
-    bits.
-    """
-    stack, e = job.stack, job.element_bytes
-    kept = np.maximum(stack.logit_kept_bytes, e)
-    cut = np.where((candidates.tp > 1) & stack.shares_logits, stack.logit_cut_bytes, 0.0)
-    with ledger.section("Kept of a microbatch around the layers"):
-        f = Formulas(
-            "B", _symbols(job, candidates),
-            vocabulary_rows=_logit_features(job, candidates),
-            logit_bytes=kept, keeps_outputs=stack.keeps_outputs, receives_ahead=stack.receives_ahead,
-            predictions=1 + job.model.mtp_modules,
-            loss_bytes_a_logit=cut + np.maximum(stack.logit_peak_bytes, kept + e) - kept,
-            sum_bytes=max(4.0, e), copied=int(e < 4), logits_together=stack.logits_together,
-            loss_buffers=np.where(stack.compiles_loss & (candidates.tp == 1), 2, int(e < 4)),
-        )  # fmt: skip
-        first = f("dropout mask", f.T_shard * f.h * f.mask)
-        last = f("around the last norm", (f.T_shard + f.T_read) * f.h * f.e)
-        sent = f("sent on", f.T_shard * f.h * f.e * f.keeps_outputs)
-        received = f("in a buffer", f.T_shard * f.h * f.e * f.receives_ahead)
-        if candidates.shared.loss_chunk_tokens:
-            return EndActivations(first, last, sent, received, *_chunked_loss(job, candidates, f))
-        tokens = f.predictions * f.T if job.model.mtp_modules else f.T
-        kept_logits = tokens * f.vocabulary_rows * f.logit_bytes
-        if job.model.logit_softcap:  # the tanh is kept, and its product with the cap
-            kept_logits = kept_logits + tokens * f.vocabulary_rows * f.e
-        logits = f("logits of a microbatch", kept_logits)
-        waiting = f("logits for W of a microbatch", tokens * f.vocabulary_rows * f.e)
-        in_loss = f.T * f.vocabulary_rows * f.loss_bytes_a_logit
-        if stack.logits_together:
-            in_loss = np.minimum(f.T * f.vocabulary_rows, f.logits_together) * f.sum_bytes * f.loss_buffers
-        if job.model.logit_softcap:  # a quotient, product or gradient next to two of them, outside of the loss
-            in_loss = np.maximum(in_loss, f.T * f.vocabulary_rows * f.e)
-        loss = f("loss", in_loss, "logits, copies, gradients; cost/stack.py")
-        to_head = f("gradient of the head's input", f.T * f.h * f.e)
-        return EndActivations(first, last, sent, received, logits, waiting, loss, to_head, logits - waiting)
-
-
-def _logit_features(job: Job, candidates: Candidates) -> Floats:
-    """Return the logits of a token on a rank, (n,)."""
-    tp = candidates.tp if job.stack.shares_logits else np.ones_like(candidates.tp)
-    return np.asarray(vocabulary_rows(job.model, tp, multiple=job.stack.vocabulary_multiple))
-
-
-def _chunked_loss(job: Job, candidates: Candidates, f: Formulas) -> tuple[Floats, ...]:
-    """Return `logits` and the fields after it in `EndActivations`."""
-    f.add(C=np.minimum(candidates.tokens(job.seq_len), candidates.shared.loss_chunk_tokens))
-    gradients = f.T_shard * f.h * f.e
-    if job.model.lora is None:  # else the matrix is frozen
-        gradients = gradients + f.vocabulary_rows * f.h * f.sum_bytes
-    if job.model.mtp_modules:
-        gradients = f.predictions * gradients
-    kept = f("gradients kept by the loss", gradients, "parallel/loss.py")
-    together = np.minimum(f.C * f.vocabulary_rows, f.logits_together) * f.sum_bytes * f.loss_buffers
-    chunk = f.C * f.vocabulary_rows * f.e + together
-    if not job.stack.logits_together:
-        chunk = f.C * f.vocabulary_rows * (f.logit_bytes + f.loss_bytes_a_logit)
-    if job.model.logit_softcap:  # and a copy of the tanh
-        chunk = chunk + f.C * f.vocabulary_rows * f.e
-    product = (f.C * f.vocabulary_rows + f.vocabulary_rows * f.h) * f.e * f.copied
-    source = "logits of a chunk; gathered inputs; parallel/loss.py"
-    loss = f("loss", np.maximum(chunk, product) + f.cut * 2 * f.T * f.h * f.e, source)
-    nothing = np.zeros_like(kept)
-    return kept, nothing, loss, nothing, nothing
-
-
-def _symbols(job: Job, candidates: Candidates) -> ledger.Inputs:
+def symbols(job: Job, candidates: Candidates) -> ledger.Inputs:
+    """Return the symbols of the notation above, except the features of a layer."""
     tokens, fp8 = candidates.tokens(job.seq_len), FORMATS[job.precision].narrow
     outside = tokens / candidates.token_shards
     # A ring has a buffer of keys and values to read and one to receive into.
@@ -262,7 +183,7 @@ def _symbols(job: Job, candidates: Candidates) -> ledger.Inputs:
 
 def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inputs:
     """Return the features and counts of one layer on a rank."""
-    model, latent, moe, stack = job.model, job.model.latent_attention, job.model.moe, job.stack
+    model, latent, stack = job.model, job.model.latent_attention, job.stack
     heads = model.n_heads / candidates.tp
     kv_heads = np.maximum(model.n_kv_heads / candidates.tp, 1)
     repeats = job.keeps_all_heads(candidates, block.window)
@@ -312,18 +233,23 @@ def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inpu
     result |= recompute.features(model, block, heads, kv_heads, repeated)
     if block.linear and model.linear_attention is not None:
         result |= _linear_features(model.linear_attention, job, candidates)
-    if block.experts and moe is not None:
-        result |= {
-            "top_k": moe.top_k,
-            "n_experts": moe.n_experts,
-            "exchanged": (candidates.ep > 1) + 0,
-            "weighed": int(stack.weighs_outputs and not moe.scale_input),
-            "unweighted": int(not stack.weighs_outputs and not block.gated),
-            "copied": int(stack.wide_router and job.element_bytes < 4 and not block.frozen),
-            "reads_rows": int(block.reads_rows),
-            "reads_inner": int(block.reads_expert_inner),
-        }
+    if block.experts and model.moe is not None:
+        result |= _expert_features(model.moe, job, candidates, block)
     return result
+
+
+def _expert_features(moe: MoESpec, job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inputs:
+    stack = job.stack
+    return {
+        "top_k": moe.top_k,
+        "n_experts": moe.n_experts,
+        "exchanged": (candidates.ep > 1) + 0,
+        "weighed": int(stack.weighs_outputs and not moe.scale_input),
+        "unweighted": int(not stack.weighs_outputs and not block.gated),
+        "copied": int(stack.wide_router and job.element_bytes < 4 and not block.frozen),
+        "reads_rows": int(block.reads_rows),
+        "reads_inner": int(block.reads_expert_inner),
+    }
 
 
 def _expanded(job: Job, candidates: Candidates, repeats: Ints) -> Ints:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwright.cost import activations, ledger, pipeline, states
-from shardwright.cost.activations import EndActivations, LayerActivations
+from shardwright.cost.activations import LayerActivations
+from shardwright.cost.end_activations import EndActivations, ends
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.memo import NOT_OF_A_LAYER, OF_A_PASS, Memo, others
 from shardwright.cost.parameters import Parameters
@@ -81,7 +82,7 @@ def microbatch_bytes(
     if candidates.shared.offload_activations == "cpu":
         stays = 1 - job.stack.offloaded_share
         kept, experts = stays * kept, stays * experts
-    around = activations.ends(job, candidates)
+    around = ends(job, candidates)
     kept[:, 0] += around.first
     kept[:, :-1] += around.sent[:, None]
     kept[:, 1:] -= around.received[:, None]

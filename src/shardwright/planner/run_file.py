@@ -93,27 +93,11 @@ def run_file(
     """
     if problems := untrained(job.precision) + fp8_problems(job):
         raise InputError(*problems)
-    layout = choice.settings()
-    layout.pop("micro_batch")
     batch = dict(batch or batch_keys(job, choice))
     stages = batch.pop("stages", [])
     if steps is None:
         steps = STEPS if budget_tokens is None else max(1, round(budget_tokens / job.tokens))
     tokens = f"{steps * job.tokens:,}" if not stages else f"about {budget_tokens:,.0f}"
-    sections: dict[str, dict[str, Any]] = {
-        "model": _model_keys(job, name),
-        "data": {"path": "data/tokens"} | ({} if job.document_tokens is None else {"attention": "document"}),
-        "batch": batch,
-        "layout": layout,
-        "precision": precision_keys(job),
-    }
-    if adapters := lora_keys(job):
-        sections |= {"init": {"weights": "weights"}, "lora": adapters}
-    optimizer = ({"name": job.optimizer} if job.optimizer != Job.optimizer else {}) | (
-        {"state_dtype": "bf16"} if job.narrow_states else {}
-    )
-    if optimizer:
-        sections["optimizer"] = optimizer
     remarks = {
         "init.weights": "fill in: the weights of the frozen base, such as a folder of Hugging Face transformers",
         "data.path": "fill in: a folder written by `shardwright data prepare`, with this model's tokenizer",
@@ -132,12 +116,33 @@ def run_file(
     ]
     if loaded := extensions.loaded():
         lines.append(_line("extensions", loaded, ""))
-    for section, values in sections.items():
+    for section, values in _sections(job, name, choice, batch).items():
         lines += ["", f"[{section}]"]
         lines += [_line(key, value, remarks.get(f"{section}.{key}", "")) for key, value in values.items()]
         for stage in stages if section == "batch" else ():
             lines += ["", "[[batch.stages]]", *(_line(key, value, "") for key, value in stage.items())]
     return "\n".join(lines) + "\n"
+
+
+def _sections(job: Job, name: str, choice: Choice, batch: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the sections of a run file with their keys; `batch`: the section [batch] without stages."""
+    layout = choice.settings()
+    layout.pop("micro_batch")
+    sections: dict[str, dict[str, Any]] = {
+        "model": _model_keys(job, name),
+        "data": {"path": "data/tokens"} | ({} if job.document_tokens is None else {"attention": "document"}),
+        "batch": batch,
+        "layout": layout,
+        "precision": precision_keys(job),
+    }
+    if adapters := lora_keys(job):
+        sections |= {"init": {"weights": "weights"}, "lora": adapters}
+    optimizer = ({"name": job.optimizer} if job.optimizer != Job.optimizer else {}) | (
+        {"state_dtype": "bf16"} if job.narrow_states else {}
+    )
+    if optimizer:
+        sections["optimizer"] = optimizer
+    return sections
 
 
 def _model_keys(job: Job, name: str) -> dict[str, Any]:

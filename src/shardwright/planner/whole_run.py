@@ -13,7 +13,7 @@ tau = M (1 - e^-((tau + delta) / M)), whose first-order solution is sqrt(2 delta
 Ignored: steps that become slower without a failure, and waiting for a node if more nodes fail than are spare.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, exp, expm1, hypot, inf, log, sqrt
 
@@ -165,12 +165,27 @@ def _priced_stages(priced: PricedLayout, goal: TrainingGoal) -> Iterator[PricedS
         yield PricedStage(stage, tokens / job.tokens, step_s)
 
 
+def _mean_step(
+    stages: Sequence[PricedStage], job_step_s: float, interval_s: tuple[float, float]
+) -> tuple[float, float, tuple[float, float]]:
+    """Return the number of steps of all stages, and their mean step time with its interval. `interval_s`: of a step of
+    the job, `job_step_s`."""
+    steps = sum(stage.steps for stage in stages)
+    step_s = sum(stage.steps * stage.step_s for stage in stages) / steps
+    return steps, step_s, (interval_s[0] * step_s / job_step_s, interval_s[1] * step_s / job_step_s)
+
+
+def _check_slowdown(factor: float, every: int, step_s: float, best: SavingTime) -> None:
+    """Raise InputError if a run takes too many times its work with a checkpoint each `every` steps."""
+    if factor > LARGEST_SLOWDOWN:
+        raise InputError(
+            f"--operations save_every={every}: with a checkpoint each {format_seconds(every * step_s)} of work the run "
+            f"takes more than {LARGEST_SLOWDOWN:,.0f} times its work; best: save_every={best.every_steps}"
+        )
+
+
 def whole_run(
-    job: Job,
-    step_s: float,
-    interval_s: tuple[float, float],
-    goal: TrainingGoal,
-    stages: tuple[PricedStage, ...] = (),
+    job: Job, step_s: float, interval_s: tuple[float, float], goal: TrainingGoal, stages: tuple[PricedStage, ...] = ()
 ) -> WholeRun:
     """Return the time and cost of training on the tokens of the goal. `interval_s`: 80 % interval of a step of the job.
     `stages`: the steps of the run, if their batch changes; all are as uncertain as a step of the job.
@@ -184,35 +199,27 @@ def whole_run(
     way, down_s = ways[operations.save], operations.down_s
     steps, evaluated_s = goal.tokens / job.tokens, step_s
     if stages:
-        steps = sum(stage.steps for stage in stages)
-        step_s = sum(stage.steps * stage.step_s for stage in stages) / steps
-        interval_s = interval_s[0] * step_s / evaluated_s, interval_s[1] * step_s / evaluated_s
+        steps, step_s, interval_s = _mean_step(stages, step_s, interval_s)
     best = {name: _best_interval(method, down_s, step_s, steps, between_s) for name, method in ways.items()}
     every = min(operations.save_every or best[way.save].every_steps, max(1, ceil(steps)))
     evaluation_s = _evaluation_share(job, operations) * evaluated_s * steps + reference_s(job, evaluated_s)
     work_s = step_s * steps + evaluation_s
     whole_s = work_s * way.slowdown_at(every * step_s, down_s, between_s)
-    if whole_s > LARGEST_SLOWDOWN * work_s:
-        raise InputError(
-            f"--operations save_every={every}: with a checkpoint each {format_seconds(every * step_s)} of work the run "
-            f"takes more than {LARGEST_SLOWDOWN:,.0f} times its work; best: save_every={best[way.save].every_steps}"
-        )
+    _check_slowdown(whole_s / work_s, every, step_s, best[way.save])
     # A restart that is interrupted begins again: it takes M (e^(R / M) - 1) for each M of training.
     restarts_s = whole_s * -expm1(-(down_s + way.read_s) / between_s)
     saving_s = steps / every * way.waited_s(every * step_s)
     parts_s = {"steps": step_s * steps, "evaluation": evaluation_s, "saving": saving_s, "restarts": restarts_s}
     parts_s["lost work"] = max(0.0, whole_s - sum(parts_s.values()))
 
-    def changed(by: float) -> float:
-        """Return log T with another rate of failures, relative to this T."""
+    def changed(by: float) -> float:  # log T with another rate of failures, relative to this T
         return log(work_s * way.slowdown_at(every * step_s, down_s, between_s / by) / whole_s)
 
+    n, days = whole_s / between_s, whole_s / DAY_S
     # The standard deviation of a Poisson number n is sqrt(n). Nine of ten runs with n < 0.1 have no interruption.
-    n = whole_s / between_s
     count = 0.0 if n < 0.1 else NORMAL_80 * (restarts_s + parts_s["lost work"]) / whole_s / sqrt(n)
     low = hypot(log(step_s / interval_s[0]), changed(1 / RATE_FACTOR), count)
     high = LATE + hypot(log(interval_s[1] / step_s), changed(RATE_FACTOR), count)
-    days = whole_s / DAY_S
     hours, price = days * 24 * cluster.size, goal.price(cluster.accelerator)
     spares = spare_nodes(HARDWARE_SHARE * operations.repair_hours * 3600 / between_s)
     return WholeRun(

@@ -203,6 +203,11 @@ def _loss(ax: "Axes", run: RunRecord) -> None:
     if not shown:
         remark(ax, "no finite loss was logged")
     header(ax, f"Loss, {run.config.preference.loss_unit}", pad_pt=20)
+    _token_axis(ax, run)
+
+
+def _token_axis(ax: "Axes", run: RunRecord) -> None:
+    """Add an axis of tokens above the steps."""
     import numpy as np  # matplotlib needs it, and reading a run does not
 
     knots = [stage.from_step for stage in run.config.batch.schedule.stages]
