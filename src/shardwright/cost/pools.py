@@ -30,10 +30,10 @@ import numpy as np
 
 from shardwright.cost import activations, parameters, pipeline
 from shardwright.cost.blocks import blocks
+from shardwright.cost.gradients import shares_gradients, uses_fsdp
 from shardwright.cost.job import Candidates, Floats, Job
 from shardwright.cost.parameters import Parameters
 from shardwright.cost.pipeline import Stages
-from shardwright.cost.states import shares_gradients, uses_fsdp
 from shardwright.model.modules import end_rows
 from shardwright.model.row import Row
 from shardwright.system.units import MiB

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.cost import memory, pipeline, pools, stage_bytes
+from shardwright.cost.gradients import embedding_gradient, shares_gradients, tied_gradient
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.memo import (
     NOT_OF_A_MICROBATCH,
@@ -20,7 +21,7 @@ from shardwright.cost.memo import (
     numbered,
     others,
 )
-from shardwright.cost.states import embedding_gradient, messages, shares_gradients, tied_gradient
+from shardwright.cost.states import messages
 
 FIRST = np.zeros(1, dtype=np.int64)
 """The first rank of pp."""

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwright.cost import activations, ledger, pipeline, states
+from shardwright.cost import activations, ledger, pipeline
 from shardwright.cost.activations import LayerActivations
 from shardwright.cost.end_activations import EndActivations, ends
+from shardwright.cost.gradients import embedding_gradient, moving_gradients, weight_gradient_bytes
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.memo import NOT_OF_A_LAYER, OF_A_PASS, Memo, others
 from shardwright.cost.parameters import Parameters
@@ -67,7 +68,7 @@ def microbatch_bytes(
 ) -> MicrobatchBytes:
     """Return the bytes of a micro-batch in some stages; `params`: their parameters, `memo`: cached results of layers.
     `of_any_step`: without the gradients of tied matrices that depend on the data axes and the number of micro-batches
-    (`states.tied_gradient`, `states.embedding_gradient`)."""
+    (`gradients.tied_gradient`, `gradients.embedding_gradient`)."""
     zeros = np.zeros((len(candidates), len(stages.layers)))
     kept, experts, waiting, working, largest = (zeros.copy() for _ in range(5))
     layers: list[tuple[Layers, LayerActivations]] = []
@@ -91,7 +92,7 @@ def microbatch_bytes(
     logits, waiting_logits, loss = (zeros.copy() for _ in range(3))
     logits[:, -1], waiting_logits[:, -1] = around.logits, around.waiting_logits
     # The head's backward pass has the gradients of the logits and of its matrix.
-    head = params.trained.head * states.weight_gradient_bytes(job)
+    head = params.trained.head * weight_gradient_bytes(job)
     loss[:, -1] = np.maximum(around.loss, head + around.to_head - around.freed)
     if candidates.shared.offload_activations == "cpu":
         # The layer that runs, and the layer whose activations are being copied.
@@ -102,13 +103,13 @@ def microbatch_bytes(
         np.min([layer.kept for _, layer in layers], axis=0),
         np.max([layer.working for _, layer in layers], axis=0),
     )
-    gradients = states.moving_gradients(job, candidates, stages, params, *of_a_block, of_any_step=of_any_step)
+    gradients = moving_gradients(job, candidates, stages, params, *of_a_block, of_any_step=of_any_step)
     if ledger.recording():
         _note_stages(stages, kept, around, layers)
     embedding = zeros.copy()
     if not of_any_step:
         microbatches = candidates.microbatches(job.global_batch)
-        embedding[:, 0] = states.embedding_gradient(job, candidates, stages, params, microbatches)
+        embedding[:, 0] = embedding_gradient(job, candidates, stages, params, microbatches)
     last_norm = zeros.copy()
     if not candidates.kind.splits_backward:  # else W reads it
         last_norm[:, -1] = around.last

@@ -34,7 +34,8 @@ from numpy.typing import NDArray
 from shardwright.cost import compression, ledger, parameters
 from shardwright.cost.compression import waits_for_replicas
 from shardwright.cost.data_parallel import again_ranks
-from shardwright.cost.job import Candidates, Floats, Ints, Job
+from shardwright.cost.gradients import gathers_once, keeps_gradients, shares_gradients
+from shardwright.cost.job import Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas
 from shardwright.cost.parameters import Parameters
 from shardwright.cost.pipeline import Stages
@@ -52,7 +53,7 @@ def rank_state_bytes(job: Job, candidates: Candidates, stages: Stages, params: P
         kept_weights=~(sharded & (stack.gathers_master and has_master))[:, None] + 0,
         fp8_weight_bytes=stack.fp8_weight_bytes * (job.precision == "fp8"),
         gathers=sharded[:, None] + 0,
-        gathers_all=_holds_stage(candidates)[:, None] + 0,
+        gathers_all=gathers_once(candidates)[:, None] + 0,
         always_two=int(stack.gathers_in_loss),
         always=keeps_gradients(job, candidates)[:, None] + 0,
         layers=np.array([len(layers) for layers in stages.layers])[stages.of_rank].sum(1),
@@ -288,117 +289,6 @@ def _share(f: Formulas, candidates: Candidates, shared: NDArray[np.bool_]) -> No
     f.add(expert_ranks=np.where(shared, candidates.expert_shards, 1)[:, None])
 
 
-def moving_gradients(
-    job: Job,
-    candidates: Candidates,
-    stages: Stages,
-    params: Parameters,
-    kept: Floats,
-    working: Floats,
-    of_any_step: bool = False,
-) -> Floats:
-    """Return the bytes of gradients that are not yet accumulated in their buffer, during the backward pass of a block,
-    (n, S). `kept`, `working`, (n,): of a block, the activations that it frees, and its temporary buffers.
-    `of_any_step`: the least of all data axes and numbers of micro-batches, without `tied_gradient`.
-
-    If gradients are sharded, this is the maximum over three moments, in addition to the activations of all blocks and
-    these buffers: (1) the first block runs; (2) the second block runs, the first has freed its activations, and its
-    gradients are being reduced; (3) the first is done, and has all its gradients, the buffer of their reduce-scatter,
-    and no temporary buffers. With experts, whose gradients are reduced separately, all of this at once. The last stage
-    also has the gradient of the head, which is reduced at the end of the pass. If gradients are not sharded: the
-    gradient of one matrix at a time, and the gradient of a head that is tied to the embedding of the same stage, which
-    waits, in the type of the matmuls, until the embedding adds its own. On one rank without FSDP2, with one micro-batch
-    a step, the accumulated gradients of the running block and of a tied head do not exist yet.
-    Ignored with activations on the host: their copies take some 0.8 of a layer more than is counted for them.
-    """
-    params = params.trained
-    stack, layer = job.stack, params.layer_dense + params.layer_expert
-    f = Formulas(
-        "B", e=job.element_bytes, largest_layer=layer, largest_matmul=params.matrix, reduced_bytes=stack.reduced_bytes,
-        weight_gradient_bytes=weight_gradient_bytes(job), kept_by_a_block=kept, working_of_a_block=working,
-        several=stages.several, head=params.head,
-    )  # fmt: skip
-    shared = shares_gradients(job, candidates)[:, None]
-    result = np.zeros(params.ends.shape)
-    matrix = f("gradient of a matmul", f.weight_gradient_bytes * f.largest_matmul)
-    if np.any(shared):
-        name, of_layer = "gradients of a layer", (f.e + f.reduced_bytes) * f.largest_layer
-        if not np.any(params.layer_expert):
-            reduced = f.several * np.maximum(f.reduced_bytes * f.largest_layer - f.kept_by_a_block, 0)
-            done = of_layer - f.kept_by_a_block - f.working_of_a_block
-            name, of_layer = "gradients beside a layer", np.maximum(f.gradient_of_a_matmul + reduced, done)
-        result += f(name, of_layer)[:, None]
-        result[:, -1] = f(f"{name} and the head", f[name] + f.e * f.head, "last stage")
-    if stack.keeps_gradients:
-        return np.where(shared, result, matrix[:, None])
-    alone = (candidates.world == 1) & ~uses_fsdp(job, candidates) & ~keeps_gradients(job, candidates)
-    on_device = candidates.shared.offload_activations == "none"
-    alone &= on_device
-    tied_head = params.head * (_is_tied(job, stages) and on_device)
-    if of_any_step:
-        least = matrix + tied_head * min(0.0, weight_gradient_bytes(job) - stack.gradient_bytes)
-        return np.where(shared, result, least[:, None])
-    f.add(
-        gradient_bytes=stack.gradient_bytes, tied_head=tied_head, alone=alone + 0,
-        first_pass=(candidates.microbatches(job.global_batch) == 1) * (1 - keeps_gradients(job, candidates)),
-    )  # fmt: skip
-    not_yet = f.first_pass * f.gradient_bytes * (f.alone * f.largest_layer + f.tied_head)
-    of_head = f.weight_gradient_bytes * f.tied_head
-    own = f("gradients beside those of other layers", f.gradient_of_a_matmul + of_head - not_yet)
-    return np.where(shared, result, own[:, None])
-
-
-def tied_gradient(job: Job, candidates: Candidates, stages: Stages, params: Parameters, microbatches: Ints) -> Floats:
-    """Return the bytes by which `moving_gradients` of candidates exceeds the least of any step, (n,). They are of more
-    than one rank. `microbatches`, (n,): of a step."""
-    stack, n_bytes = job.stack, weight_gradient_bytes(job)
-    if stack.keeps_gradients or not _is_tied(job, stages) or candidates.shared.offload_activations != "none":
-        return np.zeros(len(candidates))
-    absent = (microbatches == 1) & ~keeps_gradients(job, candidates)
-    above_least = n_bytes - absent * stack.gradient_bytes - min(0.0, n_bytes - stack.gradient_bytes)
-    return np.where(shares_gradients(job, candidates), 0.0, params.trained.head * above_least)
-
-
-def embedding_gradient(
-    job: Job, candidates: Candidates, stages: Stages, params: Parameters, microbatches: Ints
-) -> Floats:
-    """Return the bytes that the gradient of the embedding adds before it is accumulated, (n,). `microbatches`, (n,): of
-    a step; from 3 on the result is the same.
-
-    If the head of the same stage is tied to it, autograd has kept the gradient of the head and adds both into a third
-    tensor. FSDP is reducing the gradients of a layer, and has freed the weights of layers in the last micro-batch. The
-    accumulated gradients do not contain the embedding's yet: with one micro-batch a step, or two if ZeRO 1 shards them
-    after the second or ZeRO 2 frees the weights in it.
-    """
-    stack, once = job.stack, job.stack.gradient_bytes * (1 - keeps_gradients(job, candidates))
-    if stack.keeps_gradients:
-        return np.zeros(len(candidates))
-    m, shared = microbatches, shares_gradients(job, candidates)
-    late = (candidates.zero == 1) & (candidates.shards > 1)
-    absent = np.where(m == 1, 1 / np.where(shared | late, candidates.shards, 1), 0.0)
-    absent = np.where(m == 2, late + (shared & (candidates.zero == 2)) / candidates.shards, absent)
-    reduces = uses_fsdp(job, candidates) & (shared | (m == 1)) & (not candidates.kind.splits_backward)
-    tensors = (3 if _is_tied(job, stages) else 1) * weight_gradient_bytes(job)
-    # The gradients of replicas are summed in the type of the reduction, and divided into a third tensor, at the end.
-    divided = reduces & ~shared & ~late & (candidates.gradient_ranks > 1)
-    n_bytes = np.maximum(tensors, divided * 3 * stack.reduced_bytes) - absent * once
-    layer = params.trained.layer_dense + params.trained.layer_expert
-    of_layers = (params.dense + params.expert - np.where(divided[:, None], 0, params.ends))[:, 0]
-    freed = (m == 1) & (candidates.zero < 3) & reduces
-    in_fsdp = (reduces & ~divided) * stack.reduced_bytes * layer - freed * job.element_bytes * of_layers
-    return np.maximum(0.0, params.trained.head * n_bytes + in_fsdp)
-
-
-def _is_tied(job: Job, stages: Stages) -> bool:
-    """Return whether one stage has the embedding and a head that is tied to it."""
-    return job.model.tied_embedding and len(stages.layers) == 1
-
-
-def weight_gradient_bytes(job: Job) -> float:
-    """Return the bytes of an element of the weight gradient of one matmul."""
-    return job.stack.weight_gradient_bytes * job.element_bytes / 2
-
-
 def stage_state_bytes(job: Job, candidates: Candidates, stages: Stages, params: Parameters) -> tuple[Floats, ...]:
     """Return the bytes of a stage that exist for a part of the step, each (n, S): its gradients while they accumulate,
     and once they are complete; the current block and the next one, as ZeRO-3 gathers them for a pass; and the last
@@ -418,40 +308,10 @@ def stage_state_bytes(job: Job, candidates: Candidates, stages: Stages, params: 
         gradients = [gradients[0] * stays[:, None], 0.0 * gradients[1]]
     largest = np.max([(dense + expert)[:, None] * (stages.layers_by_kind[block] > 0)
                       for block, (dense, expert) in params.stored.of_block.items()], axis=0)  # fmt: skip
-    gathers = (candidates.zero == 3) & ~_holds_stage(candidates) & (not job.stack.gathers_in_loss)
+    gathers = (candidates.zero == 3) & ~gathers_once(candidates) & (not job.stack.gathers_in_loss)
     two = np.minimum([len(layers) for layers in stages.layers], 2)
     gathered = job.element_bytes * gathers[:, None] * largest
     for_head = np.zeros_like(gathered)
     if job.stack.logits_together and not candidates.shared.loss_chunk_tokens:
         for_head[:, -1] = gathered[:, -1]
     return gradients[0], gradients[1], gathered * two, for_head
-
-
-def keeps_gradients(job: Job, candidates: Candidates) -> NDArray[np.bool_]:
-    """Return whether gradients have memory for the whole step: in a stack whose buffers exist for the step, or, without
-    FSDP, in buckets that are all-reduced (parallel/data.py)."""
-    if job.stack.keeps_gradients or candidates.shared.compress_gradients in ERROR_FEEDBACK:
-        return np.full(len(candidates), True)
-    on_host = candidates.shared.offload_parameters == "cpu"
-    bucketed = (candidates.zero == 0) | ((candidates.shards == 1) & (not on_host))
-    return bucketed & (candidates.gradient_ranks > 1) & (job.precision == "fp32")
-
-
-def shares_gradients(job: Job, candidates: Candidates) -> NDArray[np.bool_]:
-    """Return whether gradients are accumulated in shards."""
-    return (candidates.zero >= 2) & ~_holds_stage(candidates) & job.stack.reduces_each_microbatch(candidates.pp)
-
-
-def uses_fsdp(job: Job, candidates: Candidates) -> NDArray[np.bool_]:
-    """Return whether FSDP is used: as `parallel.data.needs_sharding`, and for experts that are sharded separately."""
-    on_host = candidates.shared.offload_parameters != "none"
-    shards = (candidates.zero > 0) & (candidates.shards > 1)
-    alone = (candidates.world == 1) & (candidates.zero < 3)
-    casts = (job.element_bytes < 4) & ~alone
-    apart = (candidates.ep * candidates.tp > 1) & (job.model.moe is not None)
-    return np.asarray(shards | casts | apart | on_host)
-
-
-def _holds_stage(candidates: Candidates) -> NDArray[np.bool_]:
-    """Return whether ZeRO-3 gathers a stage once a step."""
-    return (candidates.zero == 3) & (candidates.pp > 1) & (candidates.shared.zero_pp_gather == "step")
