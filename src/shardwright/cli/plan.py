@@ -60,9 +60,7 @@ def plan(options: PlanOptions) -> None:
         return
     request = read_request(options)
     if options.measured is not None:
-        from shardwright.cli.plan_measured import compare_with_run
-
-        compare_with_run(request, options)
+        _compare_with_run(request, options)
     elif options.compare:
         from shardwright.cli.plan_compare import compare
 
@@ -169,6 +167,24 @@ def _explain(request: PlanRequest, options: PlanOptions, choice: "Choice") -> No
             error_console.print(f"not written to {options.write}: the layout does not fit", markup=False)
         raise typer.Exit(1)
     _report_written(request, options)
+
+
+def _compare_with_run(request: PlanRequest, options: PlanOptions) -> None:
+    """Print the run's medians next to the plan of its layout. Raises InputError if the run is of another run file."""
+    from shardwright.config.settle import fullest_stage_config
+    from shardwright.planner.document import job_document, layout_document
+    from shardwright.planner.search import limit_bytes
+    from shardwright.report.plan_measured import compare_run, measured_view, run_of
+
+    assert options.measured is not None
+    assert request.given is not None
+    run = run_of(options.measured, request.given, str(options.target), request.job.cluster)
+    limit = limit_bytes(request.job, options.memory_margin)
+    priced = priced_of(request.job, choice_of_run(fullest_stage_config(run.config), request.job, limit))
+    comparison = compare_run(run, priced)
+    data = job_document(request.job, request.name, limit) | layout_document(priced, limit)
+    data |= {"run": str(options.measured), "measured": comparison.as_json()}
+    show(measured_view(comparison, priced, request.name, options.measured, data), options.json, options.html)
 
 
 def _write(request: PlanRequest, job: "Job", choice: "Choice", options: PlanOptions) -> None:
