@@ -3,7 +3,7 @@
 python benchmarks/names.py
 
 - A class name is defined once in src; a leading underscore does not make it another name.
-- No variable, parameter, attribute or function of src has a name of `NAMES`.
+- No variable, parameter, attribute or function of src has a name of `NAMES`, and no function a name of `PARTICLES`.
 - No phrase of `PHRASES` stands in a docstring or in the help of an option or key of src or, outside of code blocks,
   on a page of docs.
 """
@@ -41,6 +41,8 @@ PHRASES = (
 of headings."""
 NAMES = ("asked", "each", "found", "held", "here", "mine", "of", "said", "there", "told", "wrong")
 """Names that do not name the thing; a leading underscore does not make them other names."""
+PARTICLES = ("at", "by", "from", "with")
+"""Names that no function has alone; a variable may be called `at`."""
 MADE = ("docs/checkers.md", "docs/mutations.md", "docs/run-file.md", "docs/measured-runs.md")
 """Pages whose words come from tests and from descriptions of keys; CHANGELOG.md keeps its entries as they were."""
 
@@ -75,7 +77,7 @@ def used_names(root: Path, names: Collection[str]) -> Iterator[str]:
                     | ast.arg(arg=name)
                     | ast.alias(asname=str(name))
                     | ast.FunctionDef(name=name)
-                ) if name.lstrip("_") in names:
+                ) if name.lstrip("_") in (*names, *(PARTICLES if isinstance(node, ast.FunctionDef) else ())):
                     yield f"{path.relative_to(root)}:{node.lineno}: {name!r} does not name the thing"
 
 

@@ -37,10 +37,21 @@ def test_a_name_of_the_list_is_seen_where_it_is_defined(tmp_path: Path):
         class Box:
             of: int
         import json as said
+        def _at(at): ...
     """
     written(tmp_path, a=dedent(code))
     result = [line.partition(": ")[2].partition(" does")[0] for line in CHECK["used_names"](tmp_path, CHECK["NAMES"])]
-    assert sorted(result) == ["'_mine'", "'_told'", "'asked'", "'each'", "'found'", "'of'", "'said'", "'wrong'"]
+    assert sorted(result) == [
+        "'_at'",
+        "'_mine'",
+        "'_told'",
+        "'asked'",
+        "'each'",
+        "'found'",
+        "'of'",
+        "'said'",
+        "'wrong'",
+    ]
 
 
 def test_a_phrase_is_found_in_docstrings_and_pages_but_not_in_code(tmp_path: Path):

@@ -84,7 +84,7 @@ def _left_s(run: FollowedRun) -> float:
     """Return the seconds of the steps that are left, each as long for a token as the last logged step."""
     last, schedule = run.train[-1], run.config.batch.schedule
     tokens = schedule.tokens(run.config.steps) - schedule.tokens(run.step)
-    return last.step_s * tokens / schedule.at(max(0, last.step - 1)).tokens
+    return last.step_s * tokens / schedule.stage_at(max(0, last.step - 1)).tokens
 
 
 def _way_on(run: FollowedRun) -> str:

@@ -72,13 +72,13 @@ class BatchSchedule:
         sizes = dict.fromkeys(stage.global_batch for stage in self.stages)
         return f"batch.global_batch={', then '.join(map(str, sizes))}"
 
-    def at(self, step: int) -> BatchStage:
+    def stage_at(self, step: int) -> BatchStage:
         """Return the stage of step number `step` (0-based)."""
         return self.stages[bisect_right(self._begins, step) - 1]
 
     def tokens(self, steps: int) -> int:
         """Return the tokens of the first `steps` steps of the run."""
-        stage = self.at(steps)
+        stage = self.stage_at(steps)
         return stage.tokens_before + (steps - stage.from_step) * stage.tokens
 
     def steps(self, tokens: float) -> int:

@@ -141,7 +141,7 @@ class Batches:
         # Without `self`: the thread that runs it must not keep a dropped Batches alive.
         def read() -> Iterator[Batch | None]:
             for step in itertools.count(start_step):
-                stage, first = schedule.at(step), start_sample + schedule.samples(start_step, step)
+                stage, first = schedule.stage_at(step), start_sample + schedule.samples(start_step, step)
                 n, cuts = stage.global_batch // data_ranks, schedule.cuts(stage)
                 wholes, pieces = np.divmod(data_rank * n + np.arange(n), cuts)
                 wholes = _past(first + wholes, start_sample, skipped)

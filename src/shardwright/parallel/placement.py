@@ -108,11 +108,11 @@ class ExpertPlaces:
             for tensor in tensors:
                 (source, start), (target, end) = tensor.owners[first], tensor.owners[second]
                 if source == target == own_rank:
-                    staying.append((tensor.at(end), tensor.at(start).clone()))
+                    staying.append((tensor.slot(end), tensor.slot(start).clone()))
                 elif source == own_rank:
-                    leaving[target].append(tensor.at(start))
+                    leaving[target].append(tensor.slot(start))
                 elif target == own_rank:
-                    arriving[source].append(tensor.at(end))
+                    arriving[source].append(tensor.slot(end))
         outgoing = {rank: torch.cat([*map(self._as_bytes, slices)]) for rank, slices in leaving.items()}
         incoming = {
             rank: torch.empty(sum(part.nbytes for part in slices), dtype=torch.uint8, device=self.device)
@@ -144,7 +144,7 @@ class _Slices:
         self.local = local_part(tensor).detach()  # in this order: a change has to raise the version of the parameter
         self.owners = dict(_owners(tensor, self.dim))
 
-    def at(self, index: int) -> Tensor:
+    def slot(self, index: int) -> Tensor:
         return self.local.select(self.dim, index)
 
 

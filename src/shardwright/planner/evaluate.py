@@ -88,15 +88,15 @@ class PlanEvaluation:
     @property
     def summaries(self) -> list[PlanErrorSummary]:
         """Return one summary for each source and measured quantity, in the order of the file."""
-        return list(self._by("source"))
+        return list(self._summaries_by("source"))
 
     @property
     def families(self) -> list[PlanErrorSummary]:
         """Return one summary for each family of sources, and last one for all rows."""
         whole = [summary for quantity in QUANTITIES if (summary := _summary("all", quantity, self.rows))]
-        return [*self._by("family"), *whole]
+        return [*self._summaries_by("family"), *whole]
 
-    def _by(self, column: str) -> Iterator[PlanErrorSummary]:
+    def _summaries_by(self, column: str) -> Iterator[PlanErrorSummary]:
         for name in dict.fromkeys(getattr(row.run.measured, column) for row in self.rows):
             those = [row for row in self.rows if getattr(row.run.measured, column) == name]
             for quantity in QUANTITIES:

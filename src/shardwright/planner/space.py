@@ -104,7 +104,10 @@ def _shared(pp: int, n_layers: int, offload: tuple[tuple[str, Any], ...] = ()) -
     for name, key in KEYS.items():
         if name not in COLUMNS and name != "pp":
             layouts = [
-                other for layout in layouts for value in key.searched(layout) for other in _with(layout, name, value)
+                other
+                for layout in layouts
+                for value in key.searched(layout)
+                for other in _with_value(layout, name, value)
             ]
     return tuple(layout for layout in layouts if layout.n_stages <= n_layers)
 
@@ -118,7 +121,7 @@ def _in_nodes(job: Job, layouts: Sequence[Layout]) -> Iterator[Layout]:
             yield layout.changed(dp_shard=2 * ranks, zero_secondary_ranks=ranks)
 
 
-def _with(layout: Layout, name: str, value: Any) -> list[Layout]:
+def _with_value(layout: Layout, name: str, value: Any) -> list[Layout]:
     """Return a layout with another value of a key; empty if that is invalid, such as dualpipe on an odd pp."""
     if getattr(layout, name) == value:
         return [layout]

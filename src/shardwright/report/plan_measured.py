@@ -150,7 +150,7 @@ def compare_run(run: RunRecord, priced: PricedLayout) -> PlanComparison:
     size = priced.job.global_batch, priced.job.seq_len
     segment = replace(
         segment,
-        train=tuple(record for record in segment.train if _size(schedule.at(max(0, record.step - 1))) == size),
+        train=tuple(record for record in segment.train if _size(schedule.stage_at(max(0, record.step - 1))) == size),
     )
     if not segment.train:
         raise InputError(

@@ -217,7 +217,7 @@ def read_pipeline(folder: Path, config: RunConfig) -> PipelineRecord | None:
         return None
     batches = config.batch.schedule
     for step in sorted(steps, reverse=True):
-        stage = batches.at(step - 1)
+        stage = batches.stage_at(step - 1)
         n_microbatches = accumulation(stage.global_batch, stage.micro_batch, layout.data_ranks)
         schedule = step_schedule(config.spec(), layout, n_microbatches, batches.longest.seq_len)
         spans = [_spans(records[step], actions) for records, actions in zip(recorded, schedule.ranks, strict=True)]

@@ -34,7 +34,9 @@ def problems(schedule: Schedule) -> list[str]:
     for rank, actions in enumerate(schedule.ranks):
         for position, action in enumerate(actions):
             if action in first:
-                broken.append(f"{_at(rank, position)}: {action} comes a second time; first: {_at(*first[action])}")
+                broken.append(
+                    f"{_place(rank, position)}: {action} comes a second time; first: {_place(*first[action])}"
+                )
             first.setdefault(action, (rank, position))
     broken += [*_missing(schedule, first), *_out_of_place(first)]
     if not broken:
@@ -51,9 +53,9 @@ def _outside(schedule: Schedule) -> Iterator[str]:
                 ("microbatch", action.microbatch, schedule.n_microbatches),
             ):
                 if not 0 <= value < count:
-                    yield f"{_at(rank, position)}: {action} is of {what} {value}; valid: 0 to {count - 1}"
+                    yield f"{_place(rank, position)}: {action} is of {what} {value}; valid: 0 to {count - 1}"
             if action.op not in OPS:
-                yield f"{_at(rank, position)}: {action} has op {action.op!r}; valid: {', '.join(OPS)}"
+                yield f"{_place(rank, position)}: {action} has op {action.op!r}; valid: {', '.join(OPS)}"
 
 
 def _missing(schedule: Schedule, first: dict[Action, Place]) -> Iterator[str]:
@@ -86,14 +88,14 @@ def _out_of_place(first: dict[Action, Place]) -> Iterator[str]:
             continue
         if first[forward][0] != rank:
             yield (
-                f"{_at(rank, position)}: {action} is on another rank than its forward {forward} "
-                f"({_at(*first[forward])}), which keeps the activations"
+                f"{_place(rank, position)}: {action} is on another rank than its forward {forward} "
+                f"({_place(*first[forward])}), which keeps the activations"
             )
             continue
         needed = Action(stage, "I", microbatch) if op == "W" else forward
         if needed in first and first[needed][0] == rank and first[needed][1] > position:
             what = "input gradient" if op == "W" else "forward"
-            yield f"{_at(rank, position)}: {action} comes before its {what} {needed}, at position {first[needed][1]}"
+            yield f"{_place(rank, position)}: {action} comes before its {what} {needed}, at position {first[needed][1]}"
 
 
 def deadlock(schedule: Schedule) -> str | None:
@@ -128,11 +130,11 @@ def deadlock(schedule: Schedule) -> str | None:
 def _step(schedule: Schedule, rank: int, at: list[int], needed: Result, place: Place | None) -> str:
     stage, op, microbatch = needed
     result = f"{stage}{op}{microbatch}" if place is None else str(schedule.ranks[place[0]][place[1]])
-    source = "which no rank does" if place is None else f"at {_at(*place)}"
-    return f"{_at(rank, at[rank])}: {schedule.ranks[rank][at[rank]]} waits for {result}, {source}"
+    source = "which no rank does" if place is None else f"at {_place(*place)}"
+    return f"{_place(rank, at[rank])}: {schedule.ranks[rank][at[rank]]} waits for {result}, {source}"
 
 
-def _at(rank: int, position: int) -> str:
+def _place(rank: int, position: int) -> str:
     return f"rank {rank}, position {position}"
 
 

@@ -134,18 +134,18 @@ class _PoolSimulation:
         crossing = np.where(out > 1, first - np.array(self.left_s), 0.0)
         return PoolTimes(served, np.array(self.began) - arrived - self.reading.table.arrive_s, crossing)
 
-    def _at(self, when: float, action: Action) -> None:
+    def _schedule(self, when: float, action: Action) -> None:
         self.n_events += 1
         heapq.heappush(self.events, (when, self.n_events, action))
 
     def _send(self, at: int, now: float) -> None:
         """Send a user's request. The scheduler receives it somewhat later."""
         self.arrived[at] = max(self.arrived[at], now)
-        self._at(self.arrived[at] + self.reading.table.arrive_s, partial(self._arrive, at))
+        self._schedule(self.arrived[at] + self.reading.table.arrive_s, partial(self._arrive, at))
 
     def _arrive(self, at: int) -> None:
         self.waiting.append(at)
-        self._at(self.now, self._read)  # after others that arrive at the same time
+        self._schedule(self.now, self._read)  # after others that arrive at the same time
 
     def _read(self) -> None:
         """Start a pass on every idle instance, over the waiting prompts that have room in its cache."""
@@ -155,7 +155,7 @@ class _PoolSimulation:
                 for at in taken:
                     self.began[at] = self.now
                 seconds = self._prefill_s([self.requests[at].input_len for at in taken])
-                self._at(self.now + seconds, partial(self._has_read, reader, taken))
+                self._schedule(self.now + seconds, partial(self._has_read, reader, taken))
 
     def _taken(self, reader: _PrefillInstance) -> list[int]:
         """Return the prompts of an instance's next pass."""
@@ -204,7 +204,7 @@ class _PoolSimulation:
             writer.taken += 1
             writer.reserved += self._reserved(at)
             self.left_s[at] = self.now
-            self._at(self.now + self.latency_s, partial(self._cross, _CacheTransfer(at, reader, writer)))
+            self._schedule(self.now + self.latency_s, partial(self._cross, _CacheTransfer(at, reader, writer)))
 
     def _reserved(self, at: int) -> float:
         return self.requests[at].input_len + self.writing.scheduler.engine.reserved * self.requests[at].output_len
@@ -236,7 +236,7 @@ class _PoolSimulation:
         if self.transfers:
             ends, which = min(((max(t.left, 0.0) / self._rate(t), k) for k, t in enumerate(self.transfers)))
             arrived = self.transfers[which]
-            self._at(self.now + ends, partial(self._has_crossed, arrived, version))
+            self._schedule(self.now + ends, partial(self._has_crossed, arrived, version))
 
     def _has_crossed(self, transfer: _CacheTransfer, version: int) -> None:
         if version != self.crossing_version:
@@ -279,7 +279,7 @@ class _PoolSimulation:
             at = heapq.heappop(writer.ends)[1]
             done = self.requests[at]
             writer.cached = max(writer.cached - (done.input_len + done.output_len - 1), 0.0)
-            self._at(writer.now, partial(self._leave, at, writer))
+            self._schedule(writer.now, partial(self._leave, at, writer))
 
     def _foresee_end(self, writer: _DecodeInstance) -> None:
         writer.version += 1
@@ -287,7 +287,7 @@ class _PoolSimulation:
         if writer.ends:
             pass_s, grows = self._pass_s(writer)
             count = writer.ends[0][0] - writer.passes
-            self._at(
+            self._schedule(
                 writer.now + count * pass_s + grows * count * (count - 1) / 2, partial(self._ends, writer, version)
             )
 

@@ -60,7 +60,7 @@ class LogNumbers(Hook):
         self.log.rewind(start.step)
 
     def after_step(self, taken: TakenStep) -> None:
-        self.log.screen.at(taken.step)
+        self.log.screen.show_step(taken.step)
 
     def numbers(self, taken: TakenStep) -> Record:
         """Sum the numbers over all ranks and return them. Every rank calls this."""

@@ -55,9 +55,9 @@ class Screen(Progress, MetricsWriter):
 
     def rewind(self, step: int) -> None:
         """Set the bar back to `step` steps."""
-        self.at(step)
+        self.show_step(step)
 
-    def at(self, step: int) -> None:
+    def show_step(self, step: int) -> None:
         """Set the bar to `step` completed steps."""
         self.update(self._bar, completed=step)
 

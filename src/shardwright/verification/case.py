@@ -190,7 +190,7 @@ class Case:
             return self.clip_norms[self.trainings.index(training)][step]
         return CLIPPED[step % len(CLIPPED)] * norm
 
-    def at(self, step: int) -> Self:
+    def step_case(self, step: int) -> Self:
         """Return the case with the sizes of one step. With fewer steps than stages, some in between are left out."""
         if not self.stages or step >= self.steps:
             return self

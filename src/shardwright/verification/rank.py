@@ -234,7 +234,7 @@ def _with_infinity(gradient_BTD: Tensor) -> Tensor:
 
 def local_batch(case: Case, layout: Layout, rank: int, step: int) -> Batch:
     """Return a rank's share of a step, partitioned as by data/batches.py: contiguous blocks in order of data ranks."""
-    case = case.at(step)
+    case = case.step_case(step)
     block = case.global_batch // layout.data_ranks
     first = layout.data_rank(rank) * block
     tokens_BT, targets_BT, ids_B = (whole[first : first + block] for whole in case.batch(step))

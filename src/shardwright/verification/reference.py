@@ -95,7 +95,7 @@ class _LoneTrainer:
             ((loss if ahead is None else loss + self.case.spec.mtp_weight * ahead) * self.loss_scale).backward()
             parts.append((loss.detach(), None if ahead is None else ahead.detach()))
             if self.largest is not None:
-                self.largest.after_pass(len(parts), self.case.at(step))
+                self.largest.after_pass(len(parts), self.case.step_case(step))
         return _summed(parts)
 
     def _update(self, step: int) -> None:
@@ -186,7 +186,7 @@ def _passes(
     answers: "_Answers",
 ) -> Iterator[Losses]:
     """Yield the terms of the mean losses of a step's batch, one for each forward pass."""
-    case = case.at(step)
+    case = case.step_case(step)
     tokens_BT, targets_BT, ids_B = case.batch(step)
     keys_B = sample_keys(case.seed, key_step, ids_B) if case.spec.draws else None
     lengths = case.documents(step)
@@ -229,9 +229,9 @@ class _Answers:
             return
         model.eval()
         for step in range(case.steps + 1):
-            tokens_BT, _, ids_B = case.at(step).batch(step)
-            lengths = case.at(step).documents(step)
-            n_real_B = case.at(step).n_real(step)
+            tokens_BT, _, ids_B = case.step_case(step).batch(step)
+            lengths = case.step_case(step).documents(step)
+            n_real_B = case.step_case(step).n_real(step)
             assert lengths is not None
             keys_B = sample_keys(case.seed, EVALUATION, ids_B) if case.spec.draws else None
             scale = 1.0 if case.preference.kind in ("dpo", "ipo") else 0.0
@@ -253,7 +253,7 @@ class _Answers:
 
     def _log_probs(self, logits_BTV: Tensor, step: int, rows: slice) -> list[list[tuple[Tensor, int]]]:
         """Return the log-probability of each answer of each sequence, and its number of targets."""
-        case = self.case.at(step)
+        case = self.case.step_case(step)
         n_tokens, lengths = logits_BTV.shape[1], case.documents(step)
         assert lengths is not None
         lengths, targets_BT = _without_padding(lengths[rows], n_tokens), case.batch(step)[1][rows, :n_tokens]

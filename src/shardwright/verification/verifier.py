@@ -267,7 +267,7 @@ def _check(case: Case, layout: Layout) -> None:
             f"to {format_bytes(bytes_)} of gradients and parameters to {tempfile.gettempdir()}, which has "
             f"{format_bytes(free_bytes)} left; take fewer --steps, or set TMPDIR to a larger disk"
         )
-    sizes = [case.at(step) for step in range(case.steps)] + [case]
+    sizes = [case.step_case(step) for step in range(case.steps)] + [case]
     problems = [problem for one in sizes for problem in stages.schedule_problems(layout, one.accumulation(layout))]
     problems += replica_problems(case.spec, layout, case.fp8)
     rounding = {f"layout.{key}": getattr(layout, key) for key in ("compress_dispatch", "compress_pipeline")}

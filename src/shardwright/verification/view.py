@@ -73,7 +73,7 @@ def batch_sizes(case: Case) -> str:
 
 
 def _stages(case: Case) -> str:
-    sizes = [case.at(step) for step in range(case.steps)] if case.stages else []
+    sizes = [case.step_case(step) for step in range(case.steps)] if case.stages else []
     steps = ", then ".join(f"{one.global_batch} of {one.seq_len}" for one in sizes)
     return f" (in turn {steps})" if steps else ""
 

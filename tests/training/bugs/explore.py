@@ -14,8 +14,8 @@ SCALE = {
         ),
         f"{_NUMBERS}test_the_memory_is_compared_with_the_limit_of_the_planner",
     ),
-    "the explorer compares memory in GB where it says GiB": UnitBug(
-        Mutation(f"{_EXPLORE}page:compared", "GiB", "1e9"),
+    "the difference of two plans has memory in GB where it says GiB": UnitBug(
+        Mutation("shardwright.report.diff_view:memory_table", "GiB", "1e9"),
         f"{_NUMBERS}test_a_pinned_layout_is_compared_term_by_term",
     ),
     "the explorer shows the whole step as exposed messages": UnitBug(

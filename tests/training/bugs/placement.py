@@ -25,7 +25,7 @@ SHARD: dict[str, AnyBug] = {
         Mutation(f"{_MOE}.positions", "position_E[experts_NK]", "expert_E[experts_NK]"), [_MOVING], spec=_MIXTURE
     ),
     "an expert that moves within its rank is overwritten before it is read": Bug(
-        Mutation(f"{_PLACES}._exchange", "tensor.at(start).clone()", "tensor.at(start)"), [_MOVING], spec=_MIXTURE
+        Mutation(f"{_PLACES}._exchange", "tensor.slot(start).clone()", "tensor.slot(start)"), [_MOVING], spec=_MIXTURE
     ),
 }
 STALE: dict[str, AnyBug] = {

@@ -29,7 +29,7 @@ SCALE: dict[str, AnyBug] = {
         Mutation(
             "shardwright.training.numbers:LogNumbers._speed",
             "sources.schedule.parts(step - n_steps, step)",
-            "[(sources.schedule.at(step), n_steps)]",
+            "[(sources.schedule.stage_at(step), n_steps)]",
         ),
         "tests/training/test_metrics.py:test_the_flops_of_logged_steps_are_those_of_their_stages",
     ),

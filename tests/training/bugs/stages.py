@@ -74,7 +74,7 @@ ORDER: dict[str, AnyBug] = {
 OFF_BY_ONE: dict[str, AnyBug] = {
     "a stage of the batch begins one step late": UnitBug(
         Mutation(
-            "shardwright.config.batch:BatchSchedule.at",
+            "shardwright.config.batch:BatchSchedule.stage_at",
             "self.stages[bisect_right(self._begins, step) - 1]",
             "self.stages[max(0, bisect_right(self._begins, step - 1) - 1)]",
         ),

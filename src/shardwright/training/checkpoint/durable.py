@@ -87,34 +87,34 @@ class DurableFolder:
         """Return whether a copy has a manifest."""
         with self._named_errors(self.url_of(step)):
             self._system.invalidate_cache()
-            return bool(self._system.exists(self._at(step, MANIFEST)))
+            return bool(self._system.exists(self._path(step, MANIFEST)))
 
     def files(self, step: int) -> dict[str, int]:
         """Return file name -> size in bytes of a copy."""
         with self._named_errors(self.url_of(step)):
-            listed = self._system.ls(self._at(step), detail=True)
+            listed = self._system.ls(self._path(step), detail=True)
         sizes = {Path(entry["name"]).name: int(entry["size"] or 0) for entry in listed if entry["type"] == "file"}
         return {name: size for name, size in sizes.items() if _NAME.fullmatch(name)}
 
     def unpublish(self, step: int) -> None:
         """Delete the manifest of a complete copy, so that it counts as incomplete while it is overwritten."""
         with self._named_errors(self.url_of(step)):
-            self._system.rm_file(self._at(step, MANIFEST))
+            self._system.rm_file(self._path(step, MANIFEST))
 
     def put(self, step: int, file: Path) -> None:
         """Copy one file of a checkpoint to the copy after `step` steps."""
         with self._named_errors(self.url_of(step)):
             if "file" in self._protocols():
-                _copy_to_disk(file, Path(self._at(step, file.name)))
+                _copy_to_disk(file, Path(self._path(step, file.name)))
             else:
-                self._make_folder(self._at(step))
-                self._system.put_file(str(file), self._at(step, file.name))
+                self._make_folder(self._path(step))
+                self._system.put_file(str(file), self._path(step, file.name))
 
     def confirm(self, step: int, rank: int, text: str) -> None:
         """Write a marker that a rank has copied its part. `text`: sha256 of the manifest."""
         with self._named_errors(self.url_of(step)):
-            self._make_folder(self._at(step, _COPIED))
-            self._system.pipe_file(self._at(step, _COPIED, f"rank-{rank:05d}"), text.encode())
+            self._make_folder(self._path(step, _COPIED))
+            self._system.pipe_file(self._path(step, _COPIED, f"rank-{rank:05d}"), text.encode())
 
     def confirmed(self, step: int, ranks: AbstractSet[int]) -> dict[int, str]:
         """Return the text of the lowest rank's marker, if it has one: each look is a request to an object store."""
@@ -126,17 +126,19 @@ class DurableFolder:
         """Complete a copy by writing its manifest last, then delete copies beyond `keep_last`."""
         self.put(step, manifest)
         with self._named_errors(self.url_of(step)):
-            self._system.rm(self._at(step, _COPIED), recursive=True)
+            self._system.rm(self._path(step, _COPIED), recursive=True)
         before = [earlier for earlier in self.steps() if earlier < step and self.is_complete(earlier)]
         for old in not_kept(before, self.keep_last) if self.keep_last else ():
             with self._named_errors(self.url_of(old)):
-                self._system.rm_file(self._at(old, MANIFEST))  # first: a partly deleted copy must not count as complete
-                self._system.rm(self._at(old), recursive=True)
+                self._system.rm_file(
+                    self._path(old, MANIFEST)
+                )  # first: a partly deleted copy must not count as complete
+                self._system.rm(self._path(old), recursive=True)
 
     def fetch(self, step: int, name: str, into: Path) -> None:
         """Copy one file of a durable copy into the folder `into`."""
         with self._named_errors(self.url_of(step)):
-            self._system.get_file(self._at(step, name), str(into / name))
+            self._system.get_file(self._path(step, name), str(into / name))
 
     def _make_folder(self, path: str) -> None:
         # An object store has no folders. With a mistyped bucket name, its file system might create a bucket here.
@@ -151,12 +153,12 @@ class DurableFolder:
         with self._named_errors(self.url_of(step)):
             self._system.invalidate_cache()
             try:
-                content: bytes = self._system.cat_file(self._at(step, *names))
+                content: bytes = self._system.cat_file(self._path(step, *names))
             except FileNotFoundError:
                 return None
             return content
 
-    def _at(self, step: int, *names: str) -> str:
+    def _path(self, step: int, *names: str) -> str:
         return "/".join([self._root, checkpoint_name(step), *names])
 
     @contextmanager

@@ -123,7 +123,7 @@ class ReportSkipped(Hook):
         self.schedule, self.trainer, self.log = schedule, trainer, log
 
     def after_step(self, taken: TakenStep) -> None:
-        step, n = taken.step, self.schedule.at(taken.step - 1).global_batch
+        step, n = taken.step, self.schedule.stage_at(taken.step - 1).global_batch
         if taken.overflowed:
             self.log.tell("skip", step, skipped_in_words(step, self.trainer.loss_scale))
         if self.trainer.lacks_targets:

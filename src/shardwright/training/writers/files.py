@@ -23,9 +23,9 @@ class JsonLines(MetricsWriter):
     def __init__(self, path: Path, resumed_step: int) -> None:
         self.path = path
         self._unwritten = b""
-        self._file = self._from(resumed_step)
+        self._file = self._open_from(resumed_step)
 
-    def _from(self, step: int) -> FileIO:
+    def _open_from(self, step: int) -> FileIO:
         try:
             keep = [line for line in whole_lines(self.path) if _stays(parse_json(line), step)]
         except (ValueError, TypeError, KeyError) as error:
@@ -37,7 +37,7 @@ class JsonLines(MetricsWriter):
 
     def rewind(self, step: int) -> None:
         self.close()
-        self._file = self._from(step)
+        self._file = self._open_from(step)
 
     def write(self, record: Record) -> None:
         if not os.fstat(self._file.fileno()).st_nlink:
