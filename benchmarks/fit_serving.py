@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from shardwright.serving import evaluate, forms
 from shardwright.serving.engines import ENGINES
 from shardwright.serving.evaluate import MEASUREMENTS, full_batch, loop_key, simulate_loop
-from shardwright.serving.measured import FULL, LOOP, ServingCase, cases, read
+from shardwright.serving.measured import FULL, LOOP, ServingCase, read
 from shardwright.serving.rates import OTHERS, PACKAGED, RATES, FittedRates, Rates
 from shardwright.serving.rates import fitted as packaged
 from shardwright.serving.setting import Serving, Settings
@@ -80,7 +80,7 @@ class Problem:
 
     def __init__(self, rows: Sequence[ServingCase]) -> None:
         self.rows = list(rows)
-        self.chips = sorted({row.cluster.accelerator.die for row in cases(read(MEASUREMENTS))})
+        self.chips = sorted({row.cluster.accelerator.die for row in priced_rows(MEASUREMENTS)})
         self.groups = groups(self.rows)
         counts = Counter(row.line.source_id for row in self.rows)
         self.weight = np.sqrt([
@@ -230,6 +230,11 @@ def groups(rows: Sequence[ServingCase]) -> list[list[int]]:
     return list(found.values())
 
 
+def priced_rows(table: Path) -> list[ServingCase]:
+    """Return the rows of a table that can be priced."""
+    return [row for row in read(table) if isinstance(row, ServingCase)]
+
+
 def predict(rows: Sequence[ServingCase], fitted: FittedRates) -> Floats:
     """The closed forms for rows of one group."""
     first = rows[0]
@@ -305,7 +310,7 @@ def main() -> None:
     parser.add_argument("--hold-out", choices=HOLD_OUT, help="only print the errors of what was left out")
     parser.add_argument("--out", type=Path, default=PACKAGED, help="by default the packaged file")
     options = parser.parse_args()
-    rows = cases(read(options.table))
+    rows = priced_rows(options.table)
     problem = Problem(thinned(rows))
     x = problem.solve(problem.point(packaged()[0]))
     best = problem.fitted(x)

@@ -7,7 +7,7 @@ from shardwright.measuring.fit import copy_bytes_per_s, fit_link, fit_matmuls
 from shardwright.measuring.points import MachineMeasurements, MessagePoint
 from shardwright.system.units import format_bytes, format_seconds
 from shardwright.view.document import NUMBER, Column, Fact, Facts, Note, Part, Picture, Quantity, Table, VerbDocument
-from shardwright.view.log_lines import Line, log_lines_svg
+from shardwright.view.style import Line, log_lines_svg
 
 
 def machine_document(machine: MachineMeasurements) -> VerbDocument:

@@ -164,22 +164,9 @@ def _table_key(case: ServingCase) -> tuple[Any, ...]:
     return (case.model_name, case.cluster, case.engine, case.degrees, case.precision, case.kv_precision, length)
 
 
-class _Constants:
-    """`FittedRates` compared by identity, for use as the key of a cache."""
-
-    def __init__(self, fitted: FittedRates) -> None:
-        self.fitted = fitted
-
-    def __hash__(self) -> int:
-        return id(self.fitted)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Constants) and other.fitted is self.fitted
-
-
 def simulate_loop(case: ServingCase, constants: FittedRates) -> float:
     """Simulate a closed loop. Return the measured metric: mean TTFT, mean TPOT, or tokens per second."""
-    served = _looped(_Constants(constants), loop_key(case), _CachedCase(case))
+    served = _looped(constants, loop_key(case), _CachedCase(case))
     if case.line.metric == "ttft_s":
         return float(served.ttft_s.mean())
     if case.line.metric == "tpot_s":
@@ -201,7 +188,7 @@ class _CachedCase:
 
 
 @lru_cache(maxsize=4096)
-def _looped(constants: _Constants, key: tuple[Any, ...], cached: _CachedCase) -> ServedTimes:
+def _looped(constants: FittedRates, key: tuple[Any, ...], cached: _CachedCase) -> ServedTimes:
     case = cached.case
     table, cache_tokens = _table(constants, _table_key(case), cached)
     limits = Scheduler(case.engine, case.engine.max_batch * case.degrees.dp, cache_tokens)
@@ -214,9 +201,9 @@ def _looped(constants: _Constants, key: tuple[Any, ...], cached: _CachedCase) ->
 
 
 @lru_cache(maxsize=512)
-def _table(constants: _Constants, key: tuple[Any, ...], cached: _CachedCase) -> tuple[PassTable, float]:
+def _table(constants: FittedRates, key: tuple[Any, ...], cached: _CachedCase) -> tuple[PassTable, float]:
     case = cached.case
-    serving = serving_of(case, constants.fitted.rates(case.engine.name, case.cluster.accelerator.die))
+    serving = serving_of(case, constants.rates(case.engine.name, case.cluster.accelerator.die))
     held_bytes = memory(serving, Settings.from_layouts([case.degrees]), case.engine, case.input_len + case.output_len)
     tokens = float(np.max(held_bytes.cache_tokens(case.degrees.dp)))
     return PassTable(serving, case.degrees, case.engine.max_tokens), tokens

@@ -13,12 +13,12 @@ the lengths are: nothing here is fitted.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardwright.cost.hardware import Cluster, accelerator, cluster
+from shardwright.cost.hardware import Cluster, accelerator, cluster, node_size
 from shardwright.model.spec import ModelSpec
 from shardwright.planner.run_columns import choice_column, decimal_column, text_column, whole_column
 from shardwright.planner.runs import TableKind, read_rows
@@ -181,14 +181,8 @@ def _degrees(line: ServingTableRow, model: ModelSpec, assumed: list[str]) -> Deg
 def _cluster(name: str, size: int) -> Cluster:
     """Return the smallest cluster of full nodes, or part of a node, that has room for an instance."""
     usual = cluster(f"{name}:1/1")
-    node = min(size, _usual_node(name))
+    node = min(size, node_size(name))
     return cluster(f"{name}:{-(-size // node) * node}/{node}") if size > 1 else usual
-
-
-def _usual_node(name: str) -> int:
-    from shardwright.cost.hardware import node_size
-
-    return node_size(name)
 
 
 def _kv_precision(line: ServingTableRow, engine: ServingEngine, precision: str, assumed: list[str]) -> str:
@@ -207,11 +201,6 @@ def _regime(line: ServingTableRow, engine: ServingEngine) -> str:
     if not line.batch_or_concurrency or re.search("infinite rate|benchmark_throughput", line.notes):
         return FULL
     return STATIC if not engine.mixed else LOOP
-
-
-def cases(rows: Iterable[ServingCase | SkippedServingRow]) -> list[ServingCase]:
-    """Return the rows that can be priced."""
-    return [row for row in rows if isinstance(row, ServingCase)]
 
 
 def as_json(case: ServingCase) -> dict[str, Any]:

@@ -6,7 +6,7 @@ numbers of its own uses the numbers called "others".
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,12 +51,13 @@ class Rates:
     link_share: Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FittedRates:
-    """`engines`: `Rates` by engine. `accelerators`: factors on some rates, by the die of an accelerator."""
+    """`engines`: `Rates` by engine. `accelerators`: factors on some rates, by the die of an accelerator. Two are
+    compared by identity, because they are keys of caches."""
 
-    engines: Mapping[str, Mapping[str, float]] = field(hash=False)
-    accelerators: Mapping[str, Mapping[str, float]] = field(hash=False)
+    engines: Mapping[str, Mapping[str, float]]
+    accelerators: Mapping[str, Mapping[str, float]]
 
     def rates(self, engine: str, die: str) -> Rates:
         """Return the constants of an engine on accelerators with a die."""

@@ -18,7 +18,7 @@ from shardwright.view.document import (
     Table,
     VerbDocument,
 )
-from shardwright.view.log_lines import FittedBand, Line, log_lines_svg
+from shardwright.view.style import FittedBand, Line, log_lines_svg
 
 LOSS = Quantity("{:.4f}".format)
 FLOPS = Quantity("{:.3g}".format)

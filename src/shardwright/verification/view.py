@@ -32,7 +32,7 @@ from shardwright.view.document import (
     Table,
     VerbDocument,
 )
-from shardwright.view.log_lines import Line, log_lines_svg
+from shardwright.view.style import Line, log_lines_svg
 
 SLOPE = Quantity("{:+.2f}".format)
 MORE_ROWS = 12
