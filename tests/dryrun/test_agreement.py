@@ -6,9 +6,10 @@ from functools import cache
 from typing import Any
 
 import pytest
+from benchmarks.gpu.mock.nccl_log import NcclCall
 
 from shardwright.config import parse
-from shardwright.dry_run.agreement import NcclCall, broken_nccl_rules, checked, disagreements
+from shardwright.dry_run.agreement import broken_nccl_rules, checked, disagreements
 from shardwright.dry_run.program import dry_rank
 from shardwright.dry_run.record import WAIT, Moment, RankRecord, RecordedMessage
 from tests.distributed import run_ranks

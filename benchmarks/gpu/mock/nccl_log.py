@@ -4,8 +4,9 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from shardwright.dry_run.agreement import Disagreement, NcclCall, broken_nccl_rules
+from shardwright.dry_run.agreement import PAIRED, Disagreement, broken_nccl_rules
 
 _LINE = re.compile(
     r"(?P<op>\w+) (?P<group>\w+) (?P<rank>\d+)/(?P<size>\d+) count=(?P<count>\d+) dtype=(?P<dtype>\d+) "
@@ -27,6 +28,38 @@ _DTYPES = [
     "fp8_e4m3",
     "fp8_e5m2",
 ]
+
+
+class NcclCall(NamedTuple):
+    """A call of NCCL on `group`, the name of a communicator, whose ranks have the numbers `ranks` in the world.
+
+    `launch`: consecutive calls of a rank with the same number are one launch (`ncclGroupStart` and `ncclGroupEnd`),
+    whose calls do not wait for each other; 0 for a call that is launched alone.
+    """
+
+    op: str
+    group: str
+    ranks: tuple[int, ...]
+    n_elements: int
+    dtype: str
+    peer: int = -1
+    launch: int = 0
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        """The values that all ranks of a collective must agree on; `peer` is the root, if there is one."""
+        return self.op, self.n_elements, self.dtype, () if self.op in PAIRED else self.peer
+
+    @property
+    def splits(self) -> tuple[int, ...]:
+        """Return no splits. NCCL has no uneven collectives; an uneven all-to-all is a launch of sends and receives."""
+        return ()
+
+    @property
+    def words(self) -> str:
+        """Return operation, communicator, number of elements and type as text."""
+        root = f", root {self.peer}" if self.op not in PAIRED and self.peer >= 0 else ""
+        return f"{self.op} over {self.group} of {self.n_elements} {self.dtype}{root}"
 
 
 @dataclass(frozen=True)

@@ -55,10 +55,6 @@ class Calibration:
     flash_backward: float = 2.5 / 0.85
     covariance: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
 
-    def measured_dies(self) -> list[str]:
-        """Return the dies on which runs were measured."""
-        return [die for die in self.product_share if die != OTHERS]
-
     def matmuls(self, die: str, peak: str) -> float:
         """Return `product_share` of a die, for a format that runs at the peak of `peak`."""
         shares = self.product_share.get(die, self.product_share[OTHERS])

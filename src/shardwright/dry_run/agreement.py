@@ -18,7 +18,8 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from shardwright.dry_run.record import WAIT, RankRecord, RecordedMessage
 from shardwright.system.processes import ranks_in_words
 
-_PAIRED = ("send", "receive")
+PAIRED = ("send", "receive")
+"""The operations between two ranks."""
 _MOST_SIDES = 4
 """Maximum number of different calls that a sentence lists."""
 
@@ -43,38 +44,6 @@ class Call(Protocol):
     def launch(self) -> int: ...
     @property
     def words(self) -> str: ...
-
-
-class NcclCall(NamedTuple):
-    """A call of NCCL on `group`, the name of a communicator, whose ranks have the numbers `ranks` in the world.
-
-    `launch`: consecutive calls of a rank with the same number are one launch (`ncclGroupStart` and `ncclGroupEnd`),
-    whose calls do not wait for each other; 0 for a call that is launched alone.
-    """
-
-    op: str
-    group: str
-    ranks: tuple[int, ...]
-    n_elements: int
-    dtype: str
-    peer: int = -1
-    launch: int = 0
-
-    @property
-    def content(self) -> tuple[object, ...]:
-        """The values that all ranks of a collective must agree on; `peer` is the root, if there is one."""
-        return self.op, self.n_elements, self.dtype, () if self.op in _PAIRED else self.peer
-
-    @property
-    def splits(self) -> tuple[int, ...]:
-        """Return no splits. NCCL has no uneven collectives; an uneven all-to-all is a launch of sends and receives."""
-        return ()
-
-    @property
-    def words(self) -> str:
-        """Return operation, communicator, number of elements and type as text."""
-        root = f", root {self.peer}" if self.op not in _PAIRED and self.peer >= 0 else ""
-        return f"{self.op} over {self.group} of {self.n_elements} {self.dtype}{root}"
 
 
 C = TypeVar("C", bound=Call)
@@ -136,7 +105,7 @@ def _group_disagreements(calls: Mapping[int, Sequence[C]]) -> Iterator[Disagreem
     members: dict[Hashable, tuple[int, ...]] = {}
     for rank, issued in calls.items():
         for call in issued:
-            if call.op not in (*_PAIRED, WAIT):
+            if call.op not in (*PAIRED, WAIT):
                 groups[call.group].setdefault(rank, []).append(call)
                 members[call.group] = call.ranks
     for group, by_rank in groups.items():
@@ -176,7 +145,7 @@ def _pair_disagreements(calls: Mapping[int, Sequence[C]]) -> Iterator[Disagreeme
     """(operation, group, rank, peer) -> its messages."""
     for rank, issued in calls.items():
         for call in issued:
-            if call.op in _PAIRED:
+            if call.op in PAIRED:
                 by_line[call.op, call.group, rank, call.peer].append(call)
     lines = dict.fromkeys((group, *_ends(op, rank, peer)) for op, group, rank, peer in by_line)
     for group, sender, receiver in lines:
@@ -215,16 +184,16 @@ class _Launches(Generic[C]):
 
     def counterpart(self, call: C, rank: int, other: int) -> C | None:
         """Return the first call in progress on this rank, `other`, that matches `call` in progress on `rank`."""
-        if call.op not in _PAIRED:
+        if call.op not in PAIRED:
             return next(
                 (
                     other_call
                     for other_call in self.under_way
-                    if other_call.group == call.group and other_call.op not in (*_PAIRED, WAIT)
+                    if other_call.group == call.group and other_call.op not in (*PAIRED, WAIT)
                 ),
                 None,
             )
-        op = _PAIRED[1 - _PAIRED.index(call.op)]
+        op = PAIRED[1 - PAIRED.index(call.op)]
         return next(
             (
                 other_call
@@ -252,7 +221,7 @@ def _stuck_launches(calls: Mapping[int, Sequence[C]]) -> Iterator[Disagreement[C
         if call.op == WAIT:
             has_come = call.peer not in launches or launches[rank].received[call.peer] > call.splits[0]
             return {rank: call} if has_come else None
-        ranks = (rank, call.peer) if call.op in _PAIRED else call.ranks
+        ranks = (rank, call.peer) if call.op in PAIRED else call.ranks
         parts = {}
         for other in ranks:
             if other in launches:

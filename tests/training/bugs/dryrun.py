@@ -29,7 +29,7 @@ ORDER = {
     "collectives of two groups may come in any order": UnitBug(
         Mutation(
             _CALLS + "_Launches.counterpart",
-            "other_call.group == call.group and other_call.op not in (*_PAIRED, WAIT)",
+            "other_call.group == call.group and other_call.op not in (*PAIRED, WAIT)",
             "True",
         ),
         _AGREEMENT + "test_groups_in_another_order_are_a_deadlock",
