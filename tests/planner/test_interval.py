@@ -13,7 +13,12 @@ from shardwright.planner.headline import features, interval_s
 from tests.cost.jobs import candidates, job
 
 COEFFICIENTS = {
-    **{"base": 0.1, "outside": 0.2, "experts": 0.3, "narrow": 0.05, "attention": 0.4, "unmeasured": 0.5},
+    "base": 0.1,
+    "outside": 0.2,
+    "experts": 0.3,
+    "narrow": 0.05,
+    "attention": 0.4,
+    "unmeasured": 0.5,
     "software": 0.6,
 }
 
@@ -42,14 +47,16 @@ def test_a_run_that_communicates_more_is_known_less_well():
     assert widths[1] > widths[0] > 1
 
 
-@pytest.mark.parametrize(("on", "seen"), [("h100:8", True), ("h200:8", True), ("mi300x:8", False), ("rtx4090:8", False)])
+@pytest.mark.parametrize(
+    ("on", "seen"), [("h100:8", True), ("h200:8", True), ("mi300x:8", False), ("rtx4090:8", False)]
+)
 def test_an_accelerator_without_one_measured_run_has_a_wider_interval(on: str, seen: bool):
     of, the_job = candidates(dp_shard=8, zero=2), job(on=on)
     die = {the_job.cluster.accelerator.die: CALIBRATED.product_share[OTHERS]}
     measured = replace(CALIBRATED, product_share={**CALIBRATED.product_share, **die})
     halves = []
     for by in (CALIBRATED, measured):
-        low, high = interval_s(the_job, step_time(the_job, of), by)
+        low, high = interval_s(replace(the_job, calibration=by), step_time(the_job, of), by)
         halves.append(float(high[0] / low[0]) ** 0.5)
     wider = halves[0] / halves[1]
     assert wider == pytest.approx(1 if seen else exp(CALIBRATED.interval["unmeasured"]))

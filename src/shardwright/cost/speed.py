@@ -75,9 +75,10 @@ class Speed:
     time alone (1 if absent); computation on the same processor slows them down.
 
     `attention`: the kernel of `ATTENTION` whose rate replaces `flash_gain` on the dies listed there; empty: the stack's
-    own. `attention_share`: fraction of the rate in 16 bits that a kernel reaches; 0: `flash_gain` times the fitted one. `graphs`: parts of a step that are replayed as CUDA graphs, whose launches the host does not repeat:
-    "none", "blocks" (a layer, without its experts), "step" (experts too). `gathers_casts`: ZeRO gathers weights in the
-    format of the matmuls, where the format has one scale a tensor or a block, instead of in 16 bits.
+    own. `attention_share`: fraction of the rate in 16 bits that a kernel reaches; 0: `flash_gain` times the fitted one.
+    `graphs`: parts of a step that are replayed as CUDA graphs, whose launches the host does not repeat: "none",
+    "blocks" (a layer, without its experts), "step" (experts too). `gathers_casts`: ZeRO gathers weights in the format
+    of the matmuls, where the format has one scale a tensor or a block, instead of in 16 bits.
 
     `by_die`: numbers that replace this stack's numbers on a die.
 
@@ -157,6 +158,9 @@ class Speed:
 
 FLASH_2 = 1.4
 """`flash_gain` of FlashAttention-2 in PyTorch since 2024."""
+FLASH_2_B200 = 0.734 * FLASH_2 * CALIBRATED.flash_share["h100"]
+"""Share of FlashAttention-2 on B200, where it runs the instructions of H100: the rate on H100 times 148 / 132
+multiprocessors, relative to the rates of matmuls in 16 bits on both dies."""
 CUDNN_B200 = CALIBRATED.stacks["megatron-core"]["flash_gain"]
 """`flash_gain` of cuDNN on B200, the kernel of Megatron-Core there: "tuned attention" of docs/cost-model.md."""
 
@@ -171,7 +175,7 @@ def _share(value: float) -> dict[str, float]:
 
 ATTENTION: dict[str, dict[str, dict[str, float]]] = {
     "fa1": {"a100-80gb": _gain(0.5)},
-    "fa2": {"a100-80gb": _gain(1.0), "h100": _gain(FLASH_2), "b200": _share(0.315), OTHERS: _gain(FLASH_2)},
+    "fa2": {"a100-80gb": _gain(1.0), "h100": _gain(FLASH_2), "b200": _share(FLASH_2_B200), OTHERS: _gain(FLASH_2)},
     "fa3": {"h100": _share(0.735)},
     "fa4": {"b200": _gain(1.14 * CUDNN_B200)},
     "cudnn": {"h100": _share(0.735), "b200": _gain(CUDNN_B200)},
@@ -181,9 +185,8 @@ ATTENTION: dict[str, dict[str, dict[str, float]]] = {
 or its rate is published, otherwise a gain relative to `Calibration.flash_share` of the die.
 
 On A100 `flash_share` is the rate of FlashAttention-2, and FlashAttention-1 takes twice the time (arXiv 2307.08691,
-abstract). On B200 FlashAttention-2 runs the instructions of H100: its rate is the rate on H100 times 148 / 132
-multiprocessors. cuDNN on H100 was measured on an H200 (benchmarks/results/gpu-2026-11-27.md); FlashAttention-3 is as
-fast there from 4,096 tokens on (arXiv 2407.08608, figures 5 and 6). "flash-attn" is FlashAttention-2 of the package
+abstract). cuDNN on H100 was measured on an H200 (benchmarks/results/gpu-2026-11-27.md); FlashAttention-3 is as fast
+there from 4,096 tokens on (arXiv 2407.08608, figures 5 and 6). "flash-attn" is FlashAttention-2 of the package
 flash-attn at its published rates (arXiv 2307.08691, figures 4 and 7). FlashAttention-4 takes 1.05 to 1.3 times less
 than cuDNN 9.13 (arXiv 2603.05451).
 """

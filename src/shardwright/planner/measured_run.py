@@ -322,7 +322,7 @@ def _graphs(row: MeasuredRun, die: str) -> Any:
 
 
 def _overlaps_experts(row: MeasuredRun) -> bool:
-    """Return whether the row's recipe is one of `WHOLE_GRAPHS_SINCE`. A pipeline needs more than one chunk on a rank."""
+    """Return whether the row's recipe is one of `WHOLE_GRAPHS_SINCE`. A pipeline needs several chunks on a rank."""
     in_rack = row.stack == "megatron-core" and bool(row.experts) and (row.per_domain or 0) > 8
     return (
         in_rack

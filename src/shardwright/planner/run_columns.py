@@ -261,7 +261,7 @@ class MeasuredRun:
         optional=True,
     )
     zero_pp_gather: str | None = choice_column(
-        "how often ZeRO-3 of PyTorch gathers a layer in a pipeline. microbatch: for each backward pass. Empty: once a step",
+        "ZeRO-3 of PyTorch in a pipeline gathers layers once a step, or for each backward pass. Empty: step",
         *("step", "microbatch"),
         optional=True,
     )
