@@ -15,10 +15,10 @@ these fits start from the common one, with its derivatives. No constant may depe
 a constant is printed as an error.
 """
 
-import re
+import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from itertools import combinations
@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 
 from shardwright.cost.calibration import CALIBRATED, LEFT_OUT, OTHERS, PACKAGED, Calibration
+from shardwright.cost.speed import Speed
 from shardwright.planner.error_summary import COVERED
 from shardwright.planner.evaluate import MEASURED_RUNS, step_seconds, timed_run
 from shardwright.planner.headline import TERMS, features
@@ -48,8 +49,13 @@ ROBUST = 0.03
 PRIOR = 0.05
 """What a constant that is one spread away from its guess counts, in the logarithm of one row."""
 LEFT_OUT_STEPS = 3
-LEAST_WIDTH = 0.02
-"""Of an interval, as a logarithm: the regression gives none to steps that are matmuls alone."""
+LEAST_WIDTH = 0.05
+"""Of an interval, as a logarithm: the mean error of the families that are predicted best. The regression gives less to
+steps that are matmuls alone."""
+EVEN, FEW = (0.75, 0.9), 10
+"""Share of a family's rows that should be inside its intervals, for families of more rows than `FEW`."""
+BALANCING, BALANCING_ROUNDS = 0.5, 60
+"""Growth of the logarithm of a family's weight for its share that is missing inside, and the number of fits."""
 STEP = 1e-3
 """Change of a constant's logarithm for its derivative."""
 PAGE = Path(__file__).parents[1] / "docs/cost-model.md"
@@ -119,7 +125,7 @@ GUESSES, LOW, HIGH, SPREADS = (
 )
 
 
-def calibration(logarithms: Floats, interval: dict[str, float] | None = None) -> Calibration:
+def calibration(logarithms: Floats) -> Calibration:
     """The constants as the model takes them; dies that nothing was fitted to get the mean of the others."""
     document: dict[str, Any] = {}
     for constant, value in zip(CONSTANTS.values(), np.exp(logarithms), strict=True):
@@ -133,7 +139,7 @@ def calibration(logarithms: Floats, interval: dict[str, float] | None = None) ->
         name: float(np.mean([each[name] for each in shares if name in each])) for name in ("bf16", "fp8")
     }
     document["flash_share"]["others"] = float(np.mean(list(document["flash_share"].values())))
-    return Calibration(**document, interval=interval or {})
+    return Calibration(**document, interval={})
 
 
 def packaged(there: Calibration = CALIBRATED) -> Floats:
@@ -208,19 +214,26 @@ class LeftOut:
         self.times = [time for _, time in timed]
         self.errors = np.log([float(time.total_s[0]) for time in self.times]) - self.measured
         dies = [run.job.cluster.accelerator.die for run in runs]
-        others = [timed_run(*each)[1] for each in zip(runs, map(without_die, by, dies), strict=True)]
-        self.other_die = np.log([float(time.total_s[0]) for time in others]) - self.measured
+        self.other_die = self._errors(map(without_die, by, dies))
+        kinds = [run.job.stack.speed.kind for run in runs]
+        self.other_software = self._errors(map(without_software, by, kinds))
+
+    def _errors(self, by: Iterable[Calibration]) -> Floats:
+        return np.log([step_seconds(*each) for each in zip(self.runs, by, strict=True)]) - self.measured
 
     def coefficients(self, but: str = "") -> dict[str, float]:
-        """The widths of intervals over all families but one, each of which counts the same, with LEAST_WIDTH;
-        `unmeasured`: by what the error exceeds the rest of the width without the rates of the own die."""
+        """The widths of intervals over all families but one, with LEAST_WIDTH; `unmeasured`, `software`: by what the
+        error exceeds the rest of the width without the constants of the own die, or of the own software."""
         kept = self.families != but
-        weights = equal_weights(self.families[kept])
-        x, lows = self.features[kept], [LEAST_WIDTH if term == "base" else 0.0 for term in TERMS]
-        known = quantile_regression(x, np.abs(self.errors[kept]), weights, COVERED, lows)
-        beyond = np.abs(self.other_die[kept]) - x @ known
-        (unmeasured,) = quantile_regression(np.ones((len(x), 1)), beyond, weights, COVERED, [0.0])
-        return dict(zip(TERMS, map(float, known), strict=True)) | {"unmeasured": float(unmeasured)}
+        families, x = self.families[kept], self.features[kept]
+        known = balanced_regression(x, np.abs(self.errors[kept]), families)
+        unseen = {"unmeasured": self.other_die[kept], "software": self.other_software[kept]}
+        one, weights = np.ones((len(x), 1)), equal_weights(families)
+        beyond = {
+            term: quantile_regression(one, np.abs(errors) - x @ known, weights, COVERED, [0.0])[0]
+            for term, errors in unseen.items()
+        }
+        return {term: float(value) for term, value in (dict(zip(TERMS, known, strict=True)) | beyond).items()}
 
     def difference(self) -> dict[str, float]:
         """The error of a difference (`planner.recommendation`), over pairs of runs of one source, model, software and
@@ -275,6 +288,38 @@ def without_die(there: Calibration, die: str) -> Calibration:
     )
 
 
+def without_software(there: Calibration, kind: str) -> Calibration:
+    """The constants as if no run were of a kind of software: it gets the defaults of `Speed`."""
+    own = {name: getattr(Speed(), name) for name in there.stacks.get(kind, {})}
+    return replace(there, stacks={**there.stacks, kind: own})
+
+
+def software(runs: Iterable[PredictableRun], but: str = "") -> list[str]:
+    """The kinds of software of the runs of all families but one."""
+    return sorted({run.job.stack.speed.kind for run in runs if run.measured.family != but})
+
+
+def balanced_regression(x: Floats, errors: Floats, families: NDArray[np.str_]) -> Floats:
+    """Coefficients of the width of which each family has about the same share of its rows inside, as far as the terms
+    allow: each family counts the same at first, and then more if fewer of its rows are inside than of others. Of all
+    rounds, the one with the least shortage and excess over `EVEN` in families of more than `FEW` rows."""
+    lows = [LEAST_WIDTH if term == "base" else 0.0 for term in TERMS]
+    weights, best = equal_weights(families), (np.inf, np.zeros(len(TERMS)))
+    for _ in range(BALANCING_ROUNDS):
+        found = quantile_regression(x, errors, weights, COVERED, lows)
+        inside = errors <= x @ found + 1e-9
+        shares = {family: inside[families == family].mean() for family in set(families)}
+        least, most = EVEN
+        uneven = sum(
+            max(least - share, share - most, 0.0)
+            for family, share in shares.items()
+            if np.count_nonzero(families == family) > FEW
+        )
+        best = min(best, (uneven, found), key=lambda pair: pair[0])
+        weights = weights * np.exp([BALANCING * (COVERED - shares[family]) for family in families])
+    return best[1]
+
+
 def equal_weights(families: NDArray[np.str_]) -> Floats:
     """A weight for each row, with which each family counts the same."""
     counts = Counter(families)
@@ -291,31 +336,22 @@ def quantile_regression(x: Floats, y: Floats, weights: Floats, share: float, low
     return np.asarray(found.x[:terms])
 
 
-def written(best: Floats, left_out: dict[str, Floats], errors: LeftOut) -> str:
-    """The file's text."""
+def written(best: Calibration, left_out: dict[str, Calibration], errors: LeftOut) -> str:
+    """The file's text, with the software, the widths of intervals and the error of differences of these runs."""
     lines = [f"# Written by `python benchmarks/calibrate.py` on {date.today()}; see calibration.py.", ""]
-    best_ones = replace(calibration(best, errors.coefficients()), difference=errors.difference())
-    lines += _tables("", asdict(best_ones))
-    for family, values in left_out.items():
-        lines += _tables(f'left_out."{family}"', asdict(calibration(values, errors.coefficients(but=family))))
+    fitted = {"": replace(best, difference=errors.difference())}
+    fitted |= {f'left_out."{family}"': each for family, each in left_out.items()}
+    for prefix, but in zip(fitted, ("", *left_out), strict=True):
+        seen = replace(fitted[prefix], interval=errors.coefficients(but), software=software(errors.runs, but))
+        lines += _tables(prefix, asdict(seen))
     return "\n".join(lines) + "\n"
-
-
-def with_intervals(errors: LeftOut) -> str:
-    """The file as it is, with other widths of intervals and errors of differences."""
-    text = PACKAGED.read_text(encoding="utf-8")
-    tables = {"interval": errors.coefficients(), "difference": errors.difference()}
-    tables |= {f'left_out."{family}".interval': errors.coefficients(but=family) for family in LEFT_OUT}
-    for prefix, values in tables.items():
-        table = "\n".join(_tables(prefix, values))
-        text = re.sub(rf"^\[{re.escape(prefix)}\]\n(?:.+\n)*\n?", f"{table}\n", text, count=1, flags=re.MULTILINE)
-    return text
 
 
 def _tables(prefix: str, table: dict[str, Any]) -> list[str]:
     numbers = {key: value for key, value in table.items() if not isinstance(value, dict)}
     lines = [f"[{prefix}]"] if prefix and numbers else []
-    lines += [f"{key} = {value:.4g}" for key, value in numbers.items()]
+    for key, value in numbers.items():
+        lines.append(f"{key} = {value:.4g}" if isinstance(value, float) else f"{key} = {json.dumps(value)}")
     lines += [""] if numbers else []
     for key, value in table.items():
         if isinstance(value, dict):
@@ -345,7 +381,7 @@ def main(arguments: Sequence[str]) -> None:
         each for each in read_runs(path) if isinstance(each, PredictableRun) and each.measured.step_time_s is not None
     ]
     if "--intervals" in arguments:
-        PACKAGED.write_text(with_intervals(LeftOut(runs, LEFT_OUT)), encoding="utf-8")
+        PACKAGED.write_text(written(CALIBRATED, LEFT_OUT, LeftOut(runs, LEFT_OUT)), encoding="utf-8")
         return
     counts = Counter(run.measured.source for run in runs)
     places: Counter[str] = Counter()
@@ -381,8 +417,8 @@ def main(arguments: Sequence[str]) -> None:
         left_out[str(family)] = there
         mine = np.abs(np.exp(now[~kept]) - 1).mean(), np.abs(np.exp(errors[~kept]) - 1).mean()
         print(f"{family}: {mine[1]:.1%}, left out {mine[0]:.1%}", flush=True)
-    errors_left_out = LeftOut(runs, {family: calibration(values) for family, values in left_out.items()})
-    PACKAGED.write_text(written(at, left_out, errors_left_out), encoding="utf-8")
+    without = {family: calibration(values) for family, values in left_out.items()}
+    PACKAGED.write_text(written(calibration(at), without, LeftOut(runs, without)), encoding="utf-8")
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
     PAGE.write_text(f"{before}{BEGIN}\n{described(np.exp(at), touched)}\n{END}{after}", encoding="utf-8")

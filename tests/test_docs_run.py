@@ -23,8 +23,9 @@ from tests.test_docs import PAGES, ROOT, blocks, name_of
 
 ELSEWHERE = re.compile(
     r"\b(make|sbatch|squeue|scontrol|srun|node\d|hf:|pytest|overhead\.py|plan_local\.py|gpu\.py|pip install|nccl-tests"
-    r"|shardwright explore(?! --static)|mpirun|aws|nvidia-smi|all_reduce_perf|git clone|source|shardwright\.lm_eval)\b"
-    r"|#SBATCH|--install-completion"
+    r"|shardwright explore(?! --static)|mpirun|aws|nvidia-smi|all_reduce_perf|git clone|source|shardwright\.lm_eval"
+    r"|torch\.cuda\._memory_viz)\b"
+    r"|#SBATCH|--install-completion|--trainer torchtitan"
 )
 TIMEOUT_S = 900
 
@@ -116,18 +117,18 @@ def test_every_command_of_a_page_runs_as_typed(page: Path, checkout: Path, tmp_p
         (folder / name).write_text(program)
     shown = {_one_line(command) for command, _ in SHOWN.findall(page.read_text())}
     refused = dict(REFUSED.findall(page.read_text()))
-    with_1 = {_one_line(command) for command in WITH_1.findall(page.read_text())}
+    codes = {_one_line(command): int(code) for command, code in EXITS_WITH.findall(page.read_text())}
     for command in typed:
         if _one_line(command) not in shown:
-            printed = run(command, folder, refused.get(command, ""), code=int(_one_line(command) in with_1))
+            printed = run(command, folder, refused.get(command, ""), code=codes.get(_one_line(command), 0))
             assert _words(refused.get(command, "")) in _words(printed)
 
 
 SAVED = re.compile(r"Save this as `([^`]+)`.*?^```python\n(.*?)^```$", re.M | re.S)
 REFUSED = re.compile(r"^```sh\n([^\n]+)\n```\n\s*```text\n(error:.*?)^```$", re.M | re.S)
 """A command that is refused, and the errors that the page shows below it."""
-WITH_1 = re.compile(r"^```sh\n((?:[^\n]|(?<=\\)\n)*)\n```\n\nIt exits with 1\b", re.M)
-"""A command of which the page says that it exits with 1."""
+EXITS_WITH = re.compile(r"^```sh\n((?:[^\n]|(?<=\\)\n)*)\n```\n\nIt exits with (\d)\b", re.M)
+"""A command and the exit code that the page states below it."""
 
 
 SHOWN = re.compile(

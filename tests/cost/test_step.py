@@ -198,6 +198,60 @@ def test_replicas_are_summed_over_once_a_step_however_many_microbatches(zero: in
     assert more[1] == pytest.approx(more[0])
 
 
+def _data_parallel_s(the_job: Job, of: Candidates, chunks: int, pass_s: float) -> float:
+    """The exposed seconds beside passes of `pass_s` in 8 micro-batches, with windows of one pass for each chunk."""
+    one, nothing = np.full((1, 1), pass_s), np.zeros((1, 1))
+    beside = OverlappedPasses(one, one, nothing, one / pass_s, one / pass_s * chunks, chunks)
+    return float(data_parallel(the_job, of, rank_parameters(the_job, of), np.array([8]), beside)[0])
+
+
+def test_fsdp_in_a_pipeline_reduces_the_gradients_of_the_last_chunk_after_the_last_pass():
+    """Passes are so long that they hide all but one of the 8 layers of a stage, and nothing slows them down."""
+    stack = STACKS["fsdp"]
+    stack = replace(stack, speed=replace(stack.speed, interference=0.0))
+    of, later = candidates(pp=4, dp_shard=16, zero=2), []
+    for chunks in (1, 4):
+        beside, after = (
+            _data_parallel_s(job(stack=replace(stack, reduces_after_pipelines=after)), of, chunks, 100.0)
+            for after in (False, True)
+        )
+        later.append(after - beside)
+    assert later[0] / (1 - 1 / 8) == pytest.approx(later[1] / (1 / 4 - 1 / 8))
+    shown = _data_parallel_s(job(stack=replace(stack, speed=replace(stack.speed, hides_dp=False))), of, 1, 100.0)
+    # Reductions in fp32 are two of three bytes that are sent; the others are gathered in 16 bits.
+    assert later[0] / (1 - 1 / 8) == pytest.approx(2 / 3 * shown, rel=0.05)
+
+
+def test_zero_3_that_frees_layers_after_each_forward_pass_of_a_pipeline_gathers_them_for_each_backward_pass():
+    stack = replace(STACKS["fsdp"], speed=replace(STACKS["fsdp"].speed, hides_dp=False))
+    of = candidates(pp=4, dp_shard=16, zero=3)
+    once, again = (
+        _data_parallel_s(job(stack=replace(stack, frees_after_forward=frees)), of, 1, 1.0) for frees in (False, True)
+    )
+    # 8 micro-batches gather 8 times in addition to once, in half of the bytes of the reduction.
+    assert again == pytest.approx(once * (1 + 8 / 3), rel=0.15)
+
+
+def test_messages_of_experts_that_overlap_cost_their_exposed_part_and_the_slowdown():
+    spec, of = resolve("mixtral-8x7b"), candidates(ep=8, dp_shard=64, zero=1)
+    stack = STACKS["megatron-core"]
+    shown, hidden = (
+        layer(job(model=spec, stack=replace(stack, speed=replace(stack.speed, hides_experts=hides))), of, *blocks(spec))
+        for hides in (False, True)
+    )
+    for name in ("F", "I"):
+        sent = float(shown.parts[name]["expert parallel"][0])
+        beside = sum(
+            float(np.ravel(seconds)[0])
+            for one in ("F" if name == "F" else "IW")
+            for kind, seconds in hidden.parts[one].items()
+            if kind not in ("expert parallel", "recomputation", "launch")
+        )
+        expected = max(sent - beside, 0) + stack.speed.interference * min(sent, beside)
+        assert float(hidden.parts[name]["expert parallel"][0]) == pytest.approx(expected)
+        assert 0 < expected < sent
+
+
 def test_a_mixture_without_shared_experts_sends_nothing_over_tp_of_its_own():
     spec, of = resolve("mixtral-8x7b"), candidates(tp=4, dp_shard=16, zero=1)
     plain, mixture = (

@@ -6,13 +6,21 @@ from math import exp
 import numpy as np
 import pytest
 
-from shardwright.cost.calibration import CALIBRATED, LEFT_OUT
+from shardwright.cost.calibration import CALIBRATED, LEFT_OUT, OTHERS
 from shardwright.cost.step import StepTime, step_time
 from shardwright.planner.evaluate import MEASURED_RUNS, evaluate
 from shardwright.planner.headline import features, interval_s
 from tests.cost.jobs import candidates, job
 
-COEFFICIENTS = {"base": 0.1, "outside": 0.2, "experts": 0.3, "narrow": 0.05, "attention": 0.4, "unmeasured": 0.5}
+COEFFICIENTS = {
+    "base": 0.1,
+    "outside": 0.2,
+    "experts": 0.3,
+    "narrow": 0.05,
+    "attention": 0.4,
+    "unmeasured": 0.5,
+    "software": 0.6,
+}
 
 
 def test_the_width_is_that_of_the_formula():
@@ -21,9 +29,11 @@ def test_the_width_is_that_of_the_formula():
         {"matmuls": np.array([6.0]), "attention": np.array([2.0]), "pipeline": np.array([2.0])}, np.array([0])
     )
     by = replace(CALIBRATED, interval=COEFFICIENTS)
-    low, high = interval_s(the_job, time, by)
-    width = exp(0.1 + 0.2 * 0.2 + 0.3 + 0.05 + 0.4 * 0.2)
-    assert (float(low[0]), float(high[0])) == pytest.approx((10 / width, 10 * width))
+    for seen in (True, False):
+        kinds = [the_job.stack.speed.kind] * seen
+        low, high = interval_s(replace(the_job, calibration=replace(by, software=kinds)), time, by)
+        width = exp(0.1 + 0.2 * 0.2 + 0.3 + 0.05 + 0.4 * 0.2 + 0.6 * (not seen))
+        assert (float(low[0]), float(high[0])) == pytest.approx((10 / width, 10 * width))
 
 
 def test_a_run_that_communicates_more_is_known_less_well():
@@ -37,13 +47,20 @@ def test_a_run_that_communicates_more_is_known_less_well():
     assert widths[1] > widths[0] > 1
 
 
-def test_an_accelerator_without_one_measured_run_has_a_wider_interval():
-    of, halves = candidates(dp_shard=8, zero=2), []
-    for on in ("h100:8", "h200:8", "mi300x:8", "rtx4090:8", "gaudi2:8"):
-        the_job = job(on=on)
-        low, high = interval_s(the_job, step_time(the_job, of), CALIBRATED)
+@pytest.mark.parametrize(
+    ("on", "seen"), [("h100:8", True), ("h200:8", True), ("mi300x:8", False), ("rtx4090:8", False)]
+)
+def test_an_accelerator_without_one_measured_run_has_a_wider_interval(on: str, seen: bool):
+    of, the_job = candidates(dp_shard=8, zero=2), job(on=on)
+    die = {the_job.cluster.accelerator.die: CALIBRATED.product_share[OTHERS]}
+    measured = replace(CALIBRATED, product_share={**CALIBRATED.product_share, **die})
+    halves = []
+    for by in (CALIBRATED, measured):
+        low, high = interval_s(replace(the_job, calibration=by), step_time(the_job, of), by)
         halves.append(float(high[0] / low[0]) ** 0.5)
-    assert all(each > exp(0.15) * max(halves[:2]) for each in halves[2:])
+    wider = halves[0] / halves[1]
+    assert wider == pytest.approx(1 if seen else exp(CALIBRATED.interval["unmeasured"]))
+    assert seen or wider > 1.15
 
 
 def test_no_coefficient_narrows_an_interval():

@@ -29,6 +29,8 @@ def seconds(text: str, **given: str) -> float:
 def test_software_without_a_date_is_the_newest():
     assert seconds("fsdp-compiled") == seconds("fsdp-compiled,attention=cudnn")
     assert seconds("fsdp-compiled,date=2025") == seconds("fsdp-compiled,attention=fa2") > seconds("fsdp-compiled")
+    before_cudnn = seconds("megatron-core,date=2024-05")
+    assert before_cudnn == seconds("megatron-core,attention=flash-attn") > seconds("megatron-core,date=2024-06")
     assert seconds("megatron-core", hardware="b200:8") == seconds("megatron-core,cuda_graphs=step", hardware="b200:8")
     narrow = {"precision": "fp8"}
     assert seconds("megatron-core", **narrow) < seconds("megatron-core,gather_dtype=bf16", **narrow)
@@ -39,8 +41,8 @@ def test_software_without_a_date_is_the_newest():
     [
         ("megatron-lm", "stack 'megatron-lm' is not known; valid: megatron, megatron-core, deepspeed, fsdp"),
         ("fsdp,atention=fa2", "'atention' is not a key of a stack; did you mean 'attention'"),
-        ("fsdp,attention=fa9", "attention='fa9': valid: fa1, fa2, fa3, fa4, cudnn"),
-        ("fsdp,attention=fa4", "attention=fa4 has no price on h100; priced there: fa2, fa3, cudnn"),
+        ("fsdp,attention=fa9", "attention='fa9': valid: fa1, fa2, fa3, fa4, cudnn, flash-attn"),
+        ("fsdp,attention=fa4", "attention=fa4 has no price on h100; priced there: fa2, fa3, cudnn, flash-attn"),
         ("megatron,fused_loss=1", "fused_loss=1 has no price with stack megatron; priced with megatron-core, fsdp"),
         ("fsdp,cuda_graphs", "cuda_graphs='': valid: none, blocks, step"),
         ("fsdp,date=soon", "date='soon': valid: YYYY or YYYY-MM"),

@@ -6,7 +6,7 @@ stack if a constant depends on it, and for each family of runs a set fitted to t
 """
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ class Calibration:
     `interval`: widths of the intervals of step times (`planner.headline`). `difference`: error of the difference of two
     step times on one cluster (`planner.recommendation`).
     `covariance`: rows of the covariance of the constants that training logs of the cluster calibrated (`cost.machine`);
-    empty without logs.
+    empty without logs. `software`: kinds of `Speed` of the runs to which the constants were fitted.
     The entry "others" holds for dies without fitted numbers.
     """
 
@@ -54,6 +54,7 @@ class Calibration:
     difference: Mapping[str, float] = field(default_factory=dict, hash=False)
     flash_backward: float = 2.5 / 0.85
     covariance: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
+    software: Sequence[str] = field(default=(), hash=False)
 
     def matmuls(self, die: str, peak: str) -> float:
         """Return `product_share` of a die, for a format that runs at the peak of `peak`."""

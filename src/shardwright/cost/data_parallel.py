@@ -25,8 +25,8 @@ from shardwright.cost.speed import DATA
 from shardwright.layout.layout import Layout
 from shardwright.split.compression import BUCKET_BYTES, REPLICA_BUCKET_BYTES
 
-F, I_AND_W = "F of a microbatch", "I and W of a microbatch"
-"""Ledger names of the passes of a rank."""
+F, I_AND_W, AFTER = "F of a microbatch", "I and W of a microbatch", "after the passes"
+"""Ledger names of the passes of a rank, and of the time after its last pass."""
 
 
 @dataclass(frozen=True)
@@ -262,34 +262,38 @@ class _DataParallelTraffic:
 
     def exposed(self, whats: tuple[str, ...], beside: str, *, once: bool) -> ExposedCollective:
         """Return the exposed time of collectives that overlap with a pass of a micro-batch. Collectives that are sent
-        `once` a step overlap with passes of the rank's other chunks, too."""
+        `once` a step overlap with passes of the rank's other chunks, too; `AFTER` the passes, with those alone."""
         name, speed = " and ".join(whats), self.job.stack.speed
         message_s = (
             self.sent(name) if len(whats) == 1 else ledger.total(name, {what: self.sent(what) for what in whats})
         )[:, None]
         layers = max(self.job.model.n_layers / self.candidates.pp, 1)
         inputs: ledger.Inputs = {name: message_s}
-        if not (speed.hides_dp or (speed.hides_sums and whats == (SUMMED,))):
-            return ExposedCollective(name, message_s, lambda f: f[name], inputs, longer=False)
-        work, of_a_layer = self.passes[beside], message_s / layers
+        after, beside = beside == AFTER, I_AND_W if beside == AFTER else beside
         windows, chunks = (self.windows[beside], self.chunks) if once else (1.0, 1)
+        hides = speed.hides_dp or (speed.hides_sums and whats == (SUMMED,))
+        if not hides or (after and chunks == 1):
+            return ExposedCollective(name, message_s, lambda f: f[name], inputs, longer=False)
+        work, at_least = self.passes[beside], message_s / (chunks if after else layers)
         left = hidden(
-            message_s, work, speed.interference, of_a_layer, what=name, beside=beside, windows=windows, chunks=chunks
+            message_s, work, speed.interference, at_least, what=name, beside=beside, windows=windows, chunks=chunks
         )
-        inputs |= {beside: work, "layers": layers, "interference": speed.interference}
+        inputs |= {beside: work, "chunks" if after else "layers": chunks if after else layers}
+        inputs |= {"interference": speed.interference}
         window = "windows_of_F" if beside == F else "windows_of_I_and_W"
         inputs |= {window: windows} if chunks > 1 else {}
 
         def anyway(f: Formulas) -> Floats:
             whole = f[window] * f[beside] if chunks > 1 else f[beside]
-            return f[name] / f.layers + f.interference * np.minimum(f[name], whole)
+            part = f[name] / (f.chunks if after else f.layers)
+            return part + f.interference * np.minimum(f[name], whole)
 
         return ExposedCollective(
             name + HIDDEN,
             left,
             anyway,
             inputs,
-            longer=self.candidates.pp > 1 and bool(np.any(message_s - work > of_a_layer)),
+            longer=self.candidates.pp > 1 and bool(np.any(message_s - work > at_least)),
         )
 
     def sent(self, what: str) -> Floats:
@@ -346,18 +350,22 @@ def over_link(layout: Layout, what: str, group: ParameterGroup) -> tuple[Ints, F
 
 def stage_collectives(job: Job, candidates: Candidates, zero: int) -> list[tuple[str, tuple[str, ...], str]]:
     """Return the collectives of a ZeRO stage in a step: their number, "1" or with m micro-batches "m" or "(m - 1)"; the
-    collectives that are sent together; and the pass that they overlap with.
+    collectives that are sent together; and the pass that they overlap with, or `AFTER` the passes.
 
     With zero 3 embedding and head are gathered once a micro-batch, and the layers twice; in a pipeline too, since each
-    backward pass frees the layers that a forward pass or itself has gathered.
+    backward pass frees the layers that a forward pass or itself has gathered. Ignored: with
+    `Stack.frees_after_forward` the forward passes before the first backward pass gather, too.
     """
     if zero == 0:
         return [("1", (SUMMED,), I_AND_W)]
+    after = candidates.pp > 1 and job.stack.reduces_after_pipelines
     if zero == 3 and not (candidates.pp > 1 and candidates.shared.zero_pp_gather == "step"):
         repeated = (GATHERED_AGAIN,) if job.stack.accumulates_whole else (GATHERED_AGAIN, SCATTERED)
         last = (GATHERED_AGAIN, SCATTERED, ACROSS)
         return [("m", (GATHERED,), F), ("(m - 1)", repeated, I_AND_W), ("1", last, I_AND_W)]
-    once = [("1", (SCATTERED, ACROSS), I_AND_W), ("1", (GATHERED,), F)]
+    once = [("1", (SCATTERED, ACROSS), AFTER if after else I_AND_W), ("1", (GATHERED,), F)]
+    if zero == 3 and job.stack.frees_after_forward:
+        return [*once, ("m", (GATHERED_AGAIN,), I_AND_W)]
     again = zero == 2 and job.stack.reduces_each_microbatch(candidates.pp)
     return [*once, ("(m - 1)", (SCATTERED,), I_AND_W)] if again else once
 

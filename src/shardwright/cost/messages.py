@@ -380,9 +380,12 @@ def _ring(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, kv: 
 
 def dispatch(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -> None:
     """Add dispatch and combine of experts: two all-to-alls forward, two backward, of tokens / tp x top_k x d_model x
-    load of the busiest rank. Some stacks send a token to a node once."""
+    load of the busiest rank. Some stacks send a token to a node once. With `Speed.hides_experts` the messages of a
+    micro-batch overlap with the computation of another one: those of F with as much as F has, those of I with that of
+    I and W."""
     spec = job.model
     assert spec.moe is not None
+    others = {name: dict(part) for name, part in passes.parts.items()}
     what = "tokens of experts, all-to-all"
     f = Formulas(
         "B", T=tokens, tp=candidates.tp, top_k=spec.moe.top_k, h=spec.d_model, e=job.element_bytes,
@@ -400,4 +403,20 @@ def dispatch(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -
     out_s = passes.send(job, replace(message, what=what, n_bytes=n_bytes * e_sent / job.element_bytes), EXPERT, EXPERT)
     forward, backward = {what: out_s, f"{what} back": back}, {f"{what} back": back, f"gradients of {what}": back}
     ledger.total(f"gradients of {what}", {f"{what} back": back})
-    passes.add(EXPERT, ledger.total(f"{EXPERT}, F", forward), ledger.total(f"{EXPERT}, I", backward))
+    if not job.stack.speed.hides_experts:
+        passes.add(EXPERT, ledger.total(f"{EXPERT}, F", forward), ledger.total(f"{EXPERT}, I", backward))
+        return
+    exposed = []
+    for name, sent, inside in (("F", forward, "F"), ("I", backward, "IW")):
+        sent_s = ledger.total(f"messages of experts, {name}", sent)
+        beside = {f"{kind}, {one}": seconds for one in inside for kind, seconds in others[one].items()}
+        beside_s = ledger.total(f"work beside experts, {name}", beside)
+        left = hidden(
+            sent_s,
+            beside_s,
+            job.stack.speed.interference,
+            what=f"messages of experts, {name}",
+            beside=f"work beside experts, {name}",
+        )
+        exposed.append(ledger.total(f"{EXPERT}, {name}", {f"messages of experts, {name}{HIDDEN}": left}))
+    passes.add(EXPERT, *exposed)

@@ -41,6 +41,8 @@ class Speed:
     that overlaps with it; `blocking_sends`: a rank of `pp` waits for its messages, and each takes `message_s` in
     addition to the transfer; `scatters_messages`: each rank of tp sends a part of an activation that all of them have;
     `copies_by_node`: tokens of experts cross to a node once, and are sent to a rank once (DeepEP, HybridEP).
+    `hides_experts`: messages of experts overlap with the passes of another micro-batch (Megatron-Core's
+    `overlap_moe_expert_parallel_comm`).
     `copies_tokens`: collectives on token shards copy the whole tensor, since PyTorch's send along the first dim alone;
     with `hides_tp` only gradients of inputs are copied, which are sums over matrices and in no piece, since its
     kernels read the shards (`torch._inductor.fx_passes.micro_pipeline_tp`).
@@ -72,10 +74,11 @@ class Speed:
     its place, if each is copied alone. `in_step`: by kind of work, the time of its messages in a step relative to their
     time alone (1 if absent); computation on the same processor slows them down.
 
-    `attention`: the kernel of `ATTENTION_GAIN` whose rate replaces `flash_gain` on the dies listed there; empty: the
-    stack's own. `graphs`: parts of a step that are replayed as CUDA graphs, whose launches the host does not repeat:
-    "none", "blocks" (a layer, without its experts), "step" (experts too). `gathers_casts`: ZeRO gathers weights in the
-    format of the matmuls, where the format has one scale a tensor or a block, instead of in 16 bits.
+    `attention`: the kernel of `ATTENTION` whose rate replaces `flash_gain` on the dies listed there; empty: the stack's
+    own. `attention_share`: fraction of the rate in 16 bits that a kernel reaches; 0: `flash_gain` times the fitted one.
+    `graphs`: parts of a step that are replayed as CUDA graphs, whose launches the host does not repeat: "none",
+    "blocks" (a layer, without its experts), "step" (experts too). `gathers_casts`: ZeRO gathers weights in the format
+    of the matmuls, where the format has one scale a tensor or a block, instead of in 16 bits.
 
     `by_die`: numbers that replace this stack's numbers on a die.
 
@@ -109,6 +112,7 @@ class Speed:
     message_s: float = 20e-6
     copies_by_node: bool = False
     copies_tokens: bool = False
+    hides_experts: bool = False
     gathers_narrow: bool = False
     fuses_casts: bool = False
     groups_matmuls: bool = True
@@ -127,6 +131,7 @@ class Speed:
     part_s: float = 0.0
     in_step: Mapping[str, float] = field(default_factory=dict, hash=False)
     attention: str = ""
+    attention_share: float = 0.0
     graphs: Literal["none", "blocks", "step"] = "none"
     gathers_casts: bool = False
     by_die: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
@@ -141,9 +146,8 @@ class Speed:
     def on(self, die: str) -> "Speed":
         """Return this stack on accelerators of a die."""
         given: dict[str, Any] = dict(self.by_die.get(die, {}))
-        gains = ATTENTION_GAIN.get(self.attention, {})
-        if gain := gains.get(die, gains.get(OTHERS)):
-            given["flash_gain"] = gain
+        kernel = ATTENTION.get(self.attention, {})
+        given |= kernel.get(die, kernel.get(OTHERS, {}))
         return replace(self, **given) if given else self
 
     def calibrated(self, by: Calibration) -> "Speed":
@@ -154,21 +158,37 @@ class Speed:
 
 FLASH_2 = 1.4
 """`flash_gain` of FlashAttention-2 in PyTorch since 2024."""
-ATTENTION_GAIN = {
-    "fa1": {"a100-80gb": 0.5},
-    "fa2": {"a100-80gb": 1.0, "h100": FLASH_2, "b200": 0.74, OTHERS: FLASH_2},
-    "fa3": {"h100": 2.4},
-    "fa4": {"b200": 2.0},
-    "cudnn": {"h100": 2.4, "b200": 1.76},
-}
-"""`flash_gain` of attention kernels on the dies that have them, relative to `Calibration.flash_share` of the die.
+FLASH_2_B200 = 0.734 * FLASH_2 * CALIBRATED.flash_share["h100"]
+"""Share of FlashAttention-2 on B200, where it runs the instructions of H100: the rate on H100 times 148 / 132
+multiprocessors, relative to the rates of matmuls in 16 bits on both dies."""
+CUDNN_B200 = CALIBRATED.stacks["megatron-core"]["flash_gain"]
+"""`flash_gain` of cuDNN on B200, the kernel of Megatron-Core there: "tuned attention" of docs/cost-model.md."""
 
-On A100 `flash_share` is the rate of FlashAttention-2. On B200 FlashAttention-2 runs the instructions of H100: its rate
-is the rate on H100 times 148 / 132 multiprocessors. FlashAttention-1 on A100 takes twice the time (arXiv 2307.08691,
-abstract). cuDNN on H100 was measured on an H200
-(benchmarks/results/gpu-2026-11-27.md); FlashAttention-3 is as fast there from 4,096 tokens on (arXiv 2407.08608,
-figures 5 and 6). cuDNN on B200 is the kernel of Megatron-Core, to which `flash_share` and "tuned attention" of
-docs/cost-model.md are fitted; FlashAttention-4 takes 1.05 to 1.3 times less than cuDNN 9.13 (arXiv 2603.05451).
+
+def _gain(value: float) -> dict[str, float]:
+    return {"flash_gain": value}
+
+
+def _share(value: float) -> dict[str, float]:
+    return {"attention_share": value, "flash_gain": 1.0}
+
+
+ATTENTION: dict[str, dict[str, dict[str, float]]] = {
+    "fa1": {"a100-80gb": _gain(0.5)},
+    "fa2": {"a100-80gb": _gain(1.0), "h100": _gain(FLASH_2), "b200": _share(FLASH_2_B200), OTHERS: _gain(FLASH_2)},
+    "fa3": {"h100": _share(0.735)},
+    "fa4": {"b200": _gain(1.14 * CUDNN_B200)},
+    "cudnn": {"h100": _share(0.735), "b200": _gain(CUDNN_B200)},
+    "flash-attn": {"h100": _share(0.52)},
+}
+"""Rates of attention kernels on the dies that have them: a share of the rate in 16 bits where the kernel was measured
+or its rate is published, otherwise a gain relative to `Calibration.flash_share` of the die.
+
+On A100 `flash_share` is the rate of FlashAttention-2, and FlashAttention-1 takes twice the time (arXiv 2307.08691,
+abstract). cuDNN on H100 was measured on an H200 (benchmarks/results/gpu-2026-11-27.md); FlashAttention-3 is as fast
+there from 4,096 tokens on (arXiv 2407.08608, figures 5 and 6). "flash-attn" is FlashAttention-2 of the package
+flash-attn at its published rates (arXiv 2307.08691, figures 4 and 7). FlashAttention-4 takes 1.05 to 1.3 times less
+than cuDNN 9.13 (arXiv 2603.05451).
 """
 MEGATRON = Speed(
     kind="megatron", hides_dp=False, blocking_sends=True, scatters_messages=True, loss_bytes=30.0, bucket_elements=inf
@@ -188,7 +208,7 @@ MEGATRON_CORE = Speed(
 ).calibrated(CALIBRATED)
 FSDP = Speed(
     kind="fsdp",
-    rmsnorm_bytes=20.0,
+    rmsnorm_bytes=36.0,
     rope_bytes=20.0,
     gated_bytes=10.0,
     loss_bytes=36.0,
@@ -219,9 +239,9 @@ COMPILED = Speed(
     merge_bytes=38.0,
     copies_tokens=True,
 ).calibrated(CALIBRATED)
-HOPPER = {"matmul_gain": 1.16, "flash_gain": ATTENTION_GAIN["cudnn"]["h100"]}
-"""Gains of PyTorch 2.11 on an H200: a step of 1.7B has 229 ms of matmuls (266 ms at gain 1), and 68 ms of attention by
-cuDNN, which PyTorch selects there (benchmarks/results/gpu-2026-11-27.md)."""
+HOPPER = {"matmul_gain": 0.99 / CALIBRATED.product_share["h100"]["bf16"], **ATTENTION["cudnn"]["h100"]}
+"""Rates of PyTorch 2.11 on an H200: a step of 1.7B has 229 ms of matmuls (266 ms at a share of 0.855), and 68 ms of
+attention by cuDNN, which PyTorch selects there (benchmarks/results/gpu-2026-11-27.md)."""
 SHARDWRIGHT_COMPILED = Speed(
     kind="shardwright-compiled",
     hides_tp_backward=True,

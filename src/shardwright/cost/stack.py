@@ -25,10 +25,14 @@ class Stack:
     for autograd. `keeps_gradients`: that buffer exists for the whole step, else from the first backward pass to the
     update. `reduces_once_in_pipelines`: with a pipeline, ZeRO-2 reduces the gradients of a stage once a step, after its
     last micro-batch (`torch.distributed.pipelining` sets FSDP's gradient sync for that one alone), and keeps them whole
-    until then. `gathers_in_loss`: ZeRO-3 has a gathered block and the next one while the loss is computed, too.
-    `step_bytes`: temporary buffers of the optimizer. `reduced_bytes`: of a block's gradients in the reduce-scatter,
-    with ZeRO-2 and ZeRO-3. `accumulates_whole`: ZeRO-2 and ZeRO-3 reduce gradients after the last micro-batch of a step
-    alone, and keep them whole until then, in the type of the reduction (FSDP2's `set_requires_gradient_sync`).
+    until then; `reduces_after_pipelines`: with ZeRO-1 to 3 it reduces them after the last backward pass, which overlaps
+    with none of it (`run_post_backward` there); `frees_after_forward`: then ZeRO-3 frees layers after each forward
+    pass, and gathers them for each backward pass, which leaves them whole (FSDP2's `reshard_after_forward`; torchtitan
+    switches it off with a pipeline). `gathers_in_loss`: ZeRO-3 has a gathered block and the next one while the loss is
+    computed, too. `step_bytes`: temporary buffers of the optimizer. `reduced_bytes`: of a block's gradients in the
+    reduce-scatter, with ZeRO-2 and ZeRO-3. `accumulates_whole`: ZeRO-2 and ZeRO-3 reduce gradients after the last
+    micro-batch of a step alone, and keep them whole until then, in the type of the reduction (FSDP2's
+    `set_requires_gradient_sync`).
 
     Activations of a micro-batch: `flash_attention`: attention does not store its scores; `scores_in_kernel`: for
     every kind of layer and type, otherwise they are in memory, some rows at a time, where `model.pieces` gives a
@@ -88,6 +92,8 @@ class Stack:
     reduced_bytes: float = 4.0
     keeps_gradients: bool = True
     reduces_once_in_pipelines: bool = True
+    reduces_after_pipelines: bool = False
+    frees_after_forward: bool = False
     accumulates_whole: bool = False
     gathers_in_loss: bool = True
     step_bytes: float = 0.0
@@ -207,6 +213,7 @@ FSDP = Stack(
     name="fsdp",
     about="PyTorch FSDP: torchtitan, llm-foundry",
     gathers_master=True,
+    reduces_after_pipelines=True,
     stops_early=True,
     step_bytes=4.0,
     fused_gate=False,
@@ -252,6 +259,7 @@ NANOTRON = replace(
     keeps_gathered=False,
     logit_cut_bytes=0.0,
     gathers_master=False,
+    reduces_after_pipelines=False,
     receives_ahead=False,
     stops_early=False,
     selective="scores",

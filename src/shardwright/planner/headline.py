@@ -5,16 +5,18 @@ The interval around a predicted step time that contains the measured time of fou
 The half width h is a logarithm, so the interval is t e^-h to t e^h:
 
     h = base + outside x + experts [mixture] + narrow [fewer than 16 bits] + attention a
-        + unmeasured [no run on the die]
+        + unmeasured [no run on the die] + software [no run of the software]
 
 x is the fraction of the step that is neither matmuls nor attention. The rates of matmuls are known best;
 communication, launches and idle times depend on software and network. a is the fraction that is attention. Attention
 kernels differ more between software releases than matmul kernels do, and dominate long sequences.
-The last term applies if no measured run is on an accelerator with the die, such as MI300X.
+The last two terms apply if no measured run is on an accelerator with the die, such as MI300X, or of the software, such
+as Shardwright itself.
 
 The coefficients are a linear quantile regression, at 80 %, of the errors of families of runs that were left out of the
-fit of the constants (Koenker and Bassett, 1978; `benchmarks/calibrate.py`), in which each family counts the same.
-`unmeasured` is fitted to predictions of the same runs without the rates that were fitted on their own die.
+fit of the constants (Koenker and Bassett, 1978; `benchmarks/calibrate.py`), in which families of which fewer runs are
+inside count more. `unmeasured` and `software` are fitted to predictions of the same runs without the constants of their
+own die, and of their own software.
 Ignored: the rows of one table err in one direction, so their intervals hold or fail together.
 """
 
@@ -97,19 +99,19 @@ def headline(priced: PricedLayout) -> PlanHeadline:
     return numbers
 
 
-TERMS = ("base", "outside", "experts", "narrow", "attention", "unmeasured")
+TERMS = ("base", "outside", "experts", "narrow", "attention", "unmeasured", "software")
 KNOWN = ("matmuls", "attention", "recomputation")
 """Parts of a step that are computation at known rates."""
 
 
 def features(job: Job, time: StepTime) -> Floats:
-    """Return the variables of the half width, (n, 6), in the order of `TERMS`."""
+    """Return the variables of the half width, (n, 7), in the order of `TERMS`."""
     total = time.total_s
     attention = time.parts.get("attention", np.zeros(len(total))) / total
     known = sum((time.parts[name] for name in KNOWN if name in time.parts), np.zeros(len(total)))
-    flags = job.model.moe is not None, FORMATS[job.precision].narrow, unmeasured(job)
-    experts, narrow, unseen = (np.full(len(total), float(flag)) for flag in flags)
-    return np.stack([np.ones(len(total)), 1 - known / total, experts, narrow, attention, unseen], axis=1)
+    flags = job.model.moe is not None, FORMATS[job.precision].narrow, unmeasured(job), unmeasured_software(job)
+    experts, narrow, *unseen = (np.full(len(total), float(flag)) for flag in flags)
+    return np.stack([np.ones(len(total)), 1 - known / total, experts, narrow, attention, *unseen], axis=1)
 
 
 def unmeasured(job: Job) -> bool:
@@ -118,9 +120,14 @@ def unmeasured(job: Job) -> bool:
     return chip.rates is None and chip.die not in job.calibration.product_share
 
 
-def half_width(features_n6: Floats, coefficients: Mapping[str, float]) -> Floats:
+def unmeasured_software(job: Job) -> bool:
+    """Return whether no measured run is of this software, and the job's own machine was not measured."""
+    return job.cluster.accelerator.rates is None and job.stack.speed.kind not in job.calibration.software
+
+
+def half_width(features_n7: Floats, coefficients: Mapping[str, float]) -> Floats:
     """Return h, (n,)."""
-    return np.asarray(features_n6 @ np.array([coefficients[term] for term in TERMS]))
+    return np.asarray(features_n7 @ np.array([coefficients[term] for term in TERMS]))
 
 
 def interval_s(job: Job, time: StepTime, by: Calibration, narrowing: float = 1.0) -> tuple[Floats, Floats]:

@@ -13,7 +13,7 @@ from shardwright.cost.formats import FORMATS
 from shardwright.cost.hardware import Cluster, accelerator, cluster, evenly
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.recompute import FOREIGN_PARTS
-from shardwright.cost.speed import ATTENTION_GAIN
+from shardwright.cost.speed import ATTENTION
 from shardwright.cost.stack import STACKS, Stack
 from shardwright.layout.layout import Layout
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
@@ -60,8 +60,15 @@ EARLY_STOP_SINCE = "2023-10"
 """First date from which `torch.utils.checkpoint` stops at the last tensor that the backward pass reads (2.1)."""
 CUDNN_SINCE = "2026"
 """First date from which PyTorch's own attention on Hopper is cuDNN's."""
+CUDNN_9_SINCE = "2024-06"
+"""First date from which Megatron-Core's attention on Hopper is cuDNN 9 instead of the package flash-attn: NeMo's
+recipes switch cuDNN off until container 24.03.01 (NeMo-Framework-Launcher, launcher_scripts/conf/config.yaml)."""
 GRAPHS_SINCE = "2025-05"
 """First date from which recipes of Megatron-Core run dense models on Blackwell as CUDA graphs (MLPerf Training 5.0)."""
+WHOLE_GRAPHS_SINCE = "2026-06"
+"""First date from which Megatron-Core's recipes of mixtures in 4 and 8 bits in racks run a whole step as one CUDA
+graph, and the messages of experts beside passes of another micro-batch (NeMo-Megatron-Bridge,
+`perf_recipes/qwen/common.py:_enable_hybridep_full_iteration_mxfp8`)."""
 FP8_GATHERS_SINCE = "2024-06"
 """First date from which recipes of Megatron-Core in fp8-tensor gather weights in fp8 (MLPerf Training 4.0)."""
 PERMUTED_BY_RANK = 8.0
@@ -141,8 +148,8 @@ def _not_priced(row: MeasuredRun) -> Iterator[str]:
 
 def software_problems(row: MeasuredRun, die: str) -> Iterator[str]:
     """Yield the properties of the row's software that have no price on a die, with the valid ones."""
-    if row.attention and die not in ATTENTION_GAIN[row.attention]:
-        priced = ", ".join(name for name, dies in ATTENTION_GAIN.items() if die in dies)
+    if row.attention and die not in ATTENTION[row.attention]:
+        priced = ", ".join(name for name, dies in ATTENTION.items() if die in dies)
         yield f"attention={row.attention} has no price on {row.accelerator}; priced there: {priced or 'none by name'}"
     if row.fused_loss and STACK.get(row.stack, row.stack) not in FUSED_LOSS:
         yield f"fused_loss=1 has no price with stack {row.stack}; priced with {', '.join(FUSED_LOSS)}"
@@ -248,8 +255,12 @@ def stack_of(row: MeasuredRun, die: str) -> Stack:
     stack = _with_memory(row, stack)
     if row.overlap_tp is not None:
         speed = replace(speed, hides_tp=row.overlap_tp, hides_tp_backward=row.overlap_tp and speed.hides_tp_backward)
+    speed = replace(speed, hides_experts=_overlaps_experts(row) if row.overlap_ep is None else row.overlap_ep)
     if row.overlap_dp is not None:
         speed = replace(speed, hides_dp=row.overlap_dp, hides_sums=row.overlap_dp)
+        stack = replace(stack, reduces_after_pipelines=False)
+    if row.zero_pp_gather is not None:
+        stack = replace(stack, frees_after_forward=row.zero_pp_gather == "microbatch")
     if row.date < EARLY_STOP_SINCE:
         stack = replace(stack, stops_early=False)
     if _parts(row):
@@ -288,10 +299,12 @@ def _attention(row: MeasuredRun, die: str) -> str:
         return row.attention
     if row.stack == "automodel":
         return "cudnn"
+    if row.stack == "megatron-core" and row.date < CUDNN_9_SINCE and die == "h100":
+        return "flash-attn"
     if row.stack in ("megatron", "deepspeed") and row.flash and row.date < FLASH_2_SINCE and die == "a100-80gb":
         return "fa1"
     if row.stack == "fsdp-compiled" or (row.stack == "fsdp" and row.date >= "2024"):
-        return "cudnn" if die in ATTENTION_GAIN["fa3"] and row.date >= CUDNN_SINCE else "fa2"
+        return "cudnn" if die in ATTENTION["fa3"] and row.date >= CUDNN_SINCE else "fa2"
     return ""
 
 
@@ -303,8 +316,20 @@ def _graphs(row: MeasuredRun, die: str) -> Any:
     if row.stack != "megatron-core":
         return "none"
     if row.experts:
-        return "blocks" if (row.per_domain or 0) > 8 else "none"
+        whole = _overlaps_experts(row)
+        return "step" if whole else "blocks" if (row.per_domain or 0) > 8 else "none"
     return "step" if die == "b200" and row.date >= GRAPHS_SINCE else "none"
+
+
+def _overlaps_experts(row: MeasuredRun) -> bool:
+    """Return whether the row's recipe is one of `WHOLE_GRAPHS_SINCE`. A pipeline needs several chunks on a rank."""
+    in_rack = row.stack == "megatron-core" and bool(row.experts) and (row.per_domain or 0) > 8
+    return (
+        in_rack
+        and row.precision in ("mxfp8", "nvfp4")
+        and row.date >= WHOLE_GRAPHS_SINCE
+        and ((row.pp or 1) == 1 or (row.virtual_stages or 1) > 1)
+    )
 
 
 def _gathers_casts(row: MeasuredRun) -> bool:

@@ -195,7 +195,9 @@ class MeasuredRun:
     )
 
     attention: str | None = choice_column(
-        "kernel of fused attention. Empty: by stack and date", "fa1", "fa2", "fa3", "fa4", "cudnn", optional=True
+        "kernel of fused attention; flash-attn: FlashAttention-2 of that package. Empty: by stack and date",
+        *("fa1", "fa2", "fa3", "fa4", "cudnn", "flash-attn"),
+        optional=True,
     )
     cuda_graphs: str | None = choice_column(
         "parts of a step that are replayed as CUDA graphs; blocks: layers without their experts. Empty: by stack, "
@@ -253,6 +255,16 @@ class MeasuredRun:
         "1: tp communication runs beside matmuls; 0: not. Empty: as usual with the stack"
     )
     overlap_dp: bool | None = flag_column("the same of data-parallel communication")
+    overlap_ep: bool | None = flag_column(
+        "1: messages of experts run beside passes of another micro-batch. Empty: by stack, accelerator, precision "
+        "and date",
+        optional=True,
+    )
+    zero_pp_gather: str | None = choice_column(
+        "ZeRO-3 of PyTorch in a pipeline gathers layers once a step, or for each backward pass. Empty: step",
+        *("step", "microbatch"),
+        optional=True,
+    )
     moe_dispatch: str | None = choice_column("priced as alltoall", "alltoall", "deepep", "hybridep")
     grad_dtype: str | None = choice_column(
         "type in which gradients are summed over data ranks. Empty: as usual with the stack", "bf16", "fp16", "fp32"

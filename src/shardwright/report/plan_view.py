@@ -13,7 +13,7 @@ from shardwright.planner.choice import PricedLayout, shortage
 from shardwright.planner.document import job_document, layout_document
 from shardwright.planner.error_summary import INTERVAL, bounds_in_words
 from shardwright.planner.explain import explain, lines
-from shardwright.planner.headline import headline, unmeasured
+from shardwright.planner.headline import headline, unmeasured, unmeasured_software
 from shardwright.planner.nearest import PlanRemedy, adapters_in_words
 from shardwright.planner.search import Plan
 from shardwright.planner.sweep import by_length, by_size
@@ -245,7 +245,9 @@ def _speed(priced: PricedLayout) -> Iterator[Fact]:
     numbers, job = headline(priced), priced.job
     rate = f"{format_count(numbers.tokens_per_s_per_accelerator)} on each accelerator"
     yield Fact("a step takes", format_seconds(numbers.step_s), f"{format_count(numbers.tokens_per_s)} tokens/s, {rate}")
-    wide = f"(no measured run is on {job.cluster.accelerator.name}, so this is wide)" if unmeasured(job) else ""
+    unseen = [f"on {job.cluster.accelerator.name}"] if unmeasured(job) else []
+    unseen += [f"of {job.stack.name}"] if unmeasured_software(job) else []
+    wide = f"(no measured run is {' or '.join(unseen)}, so this is wide)" if unseen else ""
     yield Fact(INTERVAL, bounds_in_words(numbers.interval_s), wide)
     peak_tflops = job.peak_flops_per_s / 1e12
     peak = f"{peak_tflops:,.0f} TFLOP/s" if peak_tflops >= 10 else f"{peak_tflops:.3g} TFLOP/s"
