@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from shardwright.dry_run.length import ShortenedStep, step_length
 from shardwright.dry_run.places import ModuleLocator
 from shardwright.dry_run.record import RankRecord
 from shardwright.dry_run.recorder import OperationRecorder
-from shardwright.dry_run.watch import copies_of_shards, watch
+from shardwright.dry_run.watch import watched
 from shardwright.model.device_type import assumed
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.expert import ReadCounts
@@ -154,23 +154,21 @@ def record_steps(
     with (
         ModuleLocator(trainer.model.parts) as places,
         OperationRecorder(layout, rank, places, gpu, on_action) as recorder,
-        ExitStack() as stack,
     ):
-        if layout.offload_parameters != "none":
-            stack.enter_context(copies_of_shards(recorder))
         tensors = last.tokens_ABT, last.targets_ABT, last.sample_ids_AB
         for tensor in tensors:
             recorder.mark(tensor, "activations")
             whole_bytes = recorder.rounded(n_microbatches * tensor[0].nbytes)
             recorder.hold(whole_bytes - recorder.rounded(tensor.nbytes), "activations")
-        watch(trainer, recorder, lambda microbatches: _count_omitted_data(microbatches, recorder, tensors, left_out))
-        recorder.begin("begin")
-        trainer.step(last, steps - 1, rate)
+        count_omitted = partial(_count_omitted_data, recorder, tensors, left_out)
+        with watched(trainer, recorder, count_omitted):
+            recorder.begin("begin")
+            trainer.step(last, steps - 1, rate)
         return recorder.record(repeats, history)
 
 
 def _count_omitted_data(
-    microbatches: Sequence[Microbatch], recorder: OperationRecorder, batch: Iterable[Tensor], left_out: int
+    recorder: OperationRecorder, batch: Iterable[Tensor], left_out: int, microbatches: Sequence[Microbatch]
 ) -> None:
     """Make the recorder hold the tensors that the trainer derives from the omitted micro-batches' data: parts of
     sequences with cp, the tokens that MTP modules read, positions in documents. `batch`: the source tensors."""

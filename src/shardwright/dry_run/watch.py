@@ -6,7 +6,7 @@ gathered, and gradient shards after they are reduced.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -133,12 +133,22 @@ class DryRunObserver(Observer):
         return 0 if self.beside_parameters else update.used_bytes
 
 
-def watch(trainer: Trainer, recorder: OperationRecorder, on_passes: Callable[[Sequence[Microbatch]], None]) -> None:
-    """Record the next step of a trainer. The trainer must have taken a step before, in which FSDP allocates the
-    unsharded parameters. `on_passes`: as for `DryRunObserver`."""
-    model, optimizer = trainer.model, trainer.optimizer
+@contextmanager
+def watched(
+    trainer: Trainer, recorder: OperationRecorder, on_passes: Callable[[Sequence[Microbatch]], None]
+) -> Iterator[None]:
+    """Record the step that a trainer takes in the block. The trainer must have taken a step before, in which FSDP
+    allocates the unsharded parameters. `on_passes`: as for `DryRunObserver`."""
     observer = DryRunObserver(trainer, recorder, on_passes)
-    model.observers.add(observer)
+    _mark_before(trainer, recorder, observer)
+    on_host = _copies_of_shards(recorder) if observer.beside_parameters else nullcontext()
+    with trainer.model.observers.joined(observer), on_host:
+        yield
+
+
+def _mark_before(trainer: Trainer, recorder: OperationRecorder, observer: DryRunObserver) -> None:
+    """Mark the tensors that exist before the step, and the gradients that it computes."""
+    model, optimizer = trainer.model, trainer.optimizer
     own = [*(model.named_parameters | model.plain_parameters).values(), *model.tied.duplicates]
     if observer.beside_parameters:
         for parameter in model.named_parameters.values():
@@ -174,11 +184,9 @@ def _states(states: Mapping[Any, Mapping[Any, Any]], recorder: OperationRecorder
                 (recorder.put_on_host if on_host else recorder.mark)(value, "states")
 
 
-@contextmanager
-def copies_of_shards(recorder: OperationRecorder) -> Iterator[None]:
-    """Record each gather and reduction of a parameter group with its copies during the block. When the recorder counts
-    as on a GPU, this function makes the copies, since without one host and device are the same and nothing is
-    copied."""
+def _copies_of_shards(recorder: OperationRecorder) -> AbstractContextManager[None]:
+    """Record each gather and reduction of a parameter group with its copies during a block. When the recorder counts as
+    on a GPU, this function makes the copies, since without one host and device are the same and nothing is copied."""
 
     def gather(parameters: list[FSDPParam]) -> None:
         recorder.copied(TO_DEVICE, sum(shard_of(parameter).nbytes for parameter in parameters if _comes(parameter)))
@@ -192,8 +200,7 @@ def copies_of_shards(recorder: OperationRecorder) -> Iterator[None]:
         offloaded = [parameter for parameter in parameters if parameter.offload_to_cpu]
         recorder.copied(TO_HOST, sum(_put_gradient(parameter, recorder) for parameter in offloaded))
 
-    with observed_shards(gather, shard_to_gather, reduced):
-        yield
+    return observed_shards(gather, shard_to_gather, reduced)
 
 
 def _comes(parameter: FSDPParam) -> bool:

@@ -115,6 +115,15 @@ class Observers(Observer):
         """Pass the events from now on to `observer` too."""
         self._observers.append(observer)
 
+    @contextmanager
+    def joined(self, observer: Observer) -> Iterator[None]:
+        """Pass the events of the block to `observer` too."""
+        self._observers.append(observer)
+        try:
+            yield
+        finally:
+            self._observers.remove(observer)
+
     def begin(self, running: Running) -> None:
         for observer in self._observers:
             observer.begin(running)

@@ -203,8 +203,9 @@ def shard_of(parameter: FSDPParam) -> Tensor:
 
 
 def secondary_shard_of(parameter: FSDPParam) -> Tensor | None:
-    """Return this rank's part of a gathered parameter that is kept for the backward pass (secondary shard)."""
-    return parameter._sharded_post_forward_param_data
+    """Return this rank's part of a gathered parameter that is kept for the backward pass (secondary shard),
+    or None."""
+    return getattr(parameter, "_sharded_post_forward_param_data", None)
 
 
 def set_secondary_shard(parameter: FSDPParam, shard: Tensor | None) -> None:
