@@ -161,8 +161,8 @@ def _mark_before(trainer: Trainer, recorder: OperationRecorder, observer: DryRun
         recorder.mark(tensor.detach(), "parameters")
         recorder.mark(tensor.grad, "gradients")
     observer.mark_buffers()
-    for tensor in (*own, *(tensor for engine in observer.engines for tensor in engine.parameters_in_use())):
-        if tensor.requires_grad and not isinstance(tensor, DTensor):
+    for tensor in (*own, *(buffer for engine in observer.engines for _, buffer in engine.buffers())):
+        if tensor is not None and tensor.requires_grad and not isinstance(tensor, DTensor):
             tensor.register_hook(lambda gradient: recorder.mark(gradient, "gradients"))
     if trainer.average is not None:
         on_host = trainer.average.section.device == "cpu" or observer.beside_parameters

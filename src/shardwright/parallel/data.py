@@ -62,7 +62,6 @@ from shardwright.parallel.offload import pins
 from shardwright.parallel.secondary import drop_secondary_shards, keep_secondary_shards
 from shardwright.split.compression import BUCKET_BYTES, CONVERTED_BYTES
 from shardwright.system.torch_private import (
-    FSDPParam,
     end_backward,
     foreach_copy_,
     parameter_groups,
@@ -94,12 +93,9 @@ class DataEngine(Protocol):
     def release(self) -> None:
         """Free the gathered parameters after forward passes without a backward pass, so that only shards remain."""
 
-    def parameters_in_use(self) -> Iterator[Tensor]:
-        """Yield the tensors with which modules compute instead of the model's parameters."""
-
     def buffers(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield ("parameters", "gathered" or "gradients", tensor) for the current tensors that the model does not have:
-        copies and unsharded parameters, buckets and unsharded gradients."""
+        """Yield ("parameters", "gathered" or "gradients", tensor) for the current tensors that are not the model's:
+        copies and unsharded parameters, with which modules compute instead, buckets and unsharded gradients."""
 
 
 class ErrorFeedback(Protocol):
@@ -174,9 +170,6 @@ class Replicated:
     def release(self) -> None:
         pass
 
-    def parameters_in_use(self) -> Iterator[Tensor]:
-        yield from ()
-
     def buffers(self) -> Iterator[tuple[str, Tensor | None]]:
         return (("gradients", bucket) for bucket in self._buckets)
 
@@ -246,19 +239,12 @@ class Sharded:
             group.reshard()
             drop_secondary_shards(group)
 
-    def parameters_in_use(self) -> Iterator[Tensor]:
-        return (whole for parameter in self._fsdp_parameters() if (whole := whole_parameter(parameter)) is not None)
-
     def buffers(self) -> Iterator[tuple[str, Tensor | None]]:
-        for parameter in self._fsdp_parameters():
-            for gathered in parameter.all_gather_outputs:
-                yield "gathered", gathered
-            yield "gathered", secondary_shard_of(parameter)
-            yield "gradients", parameter.unsharded_accumulated_grad
-
-    def _fsdp_parameters(self) -> Iterator[FSDPParam]:
-        parameters = (parameters for group in self.groups for parameters in parameter_groups(group))
-        return chain.from_iterable(group.fsdp_params for group in parameters)
+        for parameters in chain.from_iterable(map(parameter_groups, self.groups)):
+            for parameter in parameters.fsdp_params:
+                whole = whole_parameter(parameter), secondary_shard_of(parameter)
+                yield from (("gathered", gathered) for gathered in (*parameter.all_gather_outputs, *whole))
+                yield "gradients", parameter.unsharded_accumulated_grad
 
     def _set(self, reduce: bool, last: bool) -> None:
         root = self.groups[0]  # these three settings apply to the nested groups too
@@ -304,9 +290,6 @@ class MasterWeights:
 
     def release(self) -> None:
         pass
-
-    def parameters_in_use(self) -> Iterator[Tensor]:
-        return iter(self.copies)
 
     def buffers(self) -> Iterator[tuple[str, Tensor | None]]:
         return (("parameters", copy) for copy in self.copies)

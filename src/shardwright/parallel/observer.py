@@ -111,14 +111,14 @@ class Observers(Observer):
     def __init__(self) -> None:
         self._observers: list[Observer] = []
 
-    def add(self, observer: Observer) -> None:
-        """Pass the events from now on to `observer` too."""
-        self._observers.append(observer)
+    def add(self, *observers: Observer) -> None:
+        """Pass the events from now on to `observers` too."""
+        self._observers += observers
 
     @contextmanager
     def joined(self, observer: Observer) -> Iterator[None]:
         """Pass the events of the block to `observer` too."""
-        self._observers.append(observer)
+        self.add(observer)
         try:
             yield
         finally:

@@ -89,8 +89,7 @@ def _run(
     if monitor is not None:
         monitor.observe(model)
     clock = PhaseClock(device)
-    for observer in (TracedPhases(), clock):
-        model.observers.add(observer)
+    model.observers.add(TracedPhases(), clock)
     guard = spike_guard(config.faults, model, device)
     base = base_record(config)
     if base is not None:

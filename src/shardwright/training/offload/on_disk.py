@@ -23,11 +23,7 @@ class OptimizerOnDisk(Optimizer):
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        members: Sequence[OffloadedParameter],
-        disk: Disk,
-        observer: Observer = NO_OBSERVER,
+        self, optimizer: Optimizer, members: Sequence[OffloadedParameter], disk: Disk, observer: Observer = NO_OBSERVER
     ) -> None:
         """`members`: all parameters of `optimizer`."""
         super().__init__(optimizer.param_groups, optimizer.defaults)

@@ -63,11 +63,7 @@ class OptimizerOnHost(Optimizer):
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        members: Sequence[OffloadedParameter],
-        host: Host,
-        observer: Observer = NO_OBSERVER,
+        self, optimizer: Optimizer, members: Sequence[OffloadedParameter], host: Host, observer: Observer = NO_OBSERVER
     ) -> None:
         """`members`: all parameters of `optimizer`, which are on one device, with counters on the host."""
         super().__init__(optimizer.param_groups, optimizer.defaults)
