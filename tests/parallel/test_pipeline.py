@@ -28,6 +28,7 @@ from shardwright.schedule.build import build as build_schedule
 from shardwright.schedule.messages import PairExchange, with_messages
 from shardwright.schedule.simulate import Times, simulate
 from shardwright.split.stages import stage_layers
+from shardwright.training.clock import StepTimeline
 from shardwright.training.step import Trainer
 from tests.distributed import run_ranks
 from tests.marks import rest_prove
@@ -365,13 +366,14 @@ def test_token_shards_make_messages_smaller():
 
 def timelines(layout: Layout) -> list[list[tuple[Action, float, float]]]:
     """Of two steps, with an evaluation after each."""
-    trainer = build(layout, torch.float64, EVEN)
+    trainer, timeline = build(layout, torch.float64, EVEN), StepTimeline(torch.device("cpu"))
+    trainer.model.observers.add(timeline)
     found = []
     for step in range(2):
         take_step(trainer, step)
-        found.append([(Action(*action), start, end) for action, start, end in pipeline(trainer).timeline.spans()])
+        found.append([(Action(*action), start, end) for action, start, end in timeline.spans()])
         trainer.evaluate([local_batch(step, 0, 1, MICROBATCHES)])
-        assert len(pipeline(trainer).timeline.spans()) == len(found[-1]), "an evaluation leaves it alone"
+        assert len(timeline.spans()) == len(found[-1]), "an evaluation leaves it alone"
     return found
 
 
