@@ -7,6 +7,7 @@ gathered, and gradient shards after they are reduced.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -75,10 +76,11 @@ class DryRunObserver(Observer):
                 self.on_passes(microbatches)
             case HostUpdate():
                 self._update.enter_context(self.recorder.on_host())
-            case DiskUpdate(n_bytes, _):
+            case DiskUpdate(n_bytes, used_bytes):
+                over_link = 0 if self.beside_parameters else used_bytes
                 self.recorder.copied(READ, n_bytes)
-                self.recorder.copied(TO_DEVICE, self._over_link(running))
-                self._update.enter_context(self.recorder.extra_memory(self._over_link(running), "states"))
+                self.recorder.copied(TO_DEVICE, over_link)
+                self._update.enter_context(self.recorder.extra_memory(over_link, "states"))
 
     def end(self, running: Running) -> None:
         match running:
@@ -96,9 +98,9 @@ class DryRunObserver(Observer):
                 self.recorder.begin(AFTER)
             case HostUpdate():
                 self._update.close()
-            case DiskUpdate(n_bytes, _):
+            case DiskUpdate(n_bytes, used_bytes):
                 self._update.close()
-                self.recorder.copied(TO_HOST, self._over_link(running))
+                self.recorder.copied(TO_HOST, 0 if self.beside_parameters else used_bytes)
                 self.recorder.copied(WRITE, n_bytes)
 
     def transfer(self, transfer: Transfer) -> None:
@@ -129,9 +131,6 @@ class DryRunObserver(Observer):
         elif need[1] == "B":
             self.recorder.mark(tensor, "communication")
 
-    def _over_link(self, update: DiskUpdate) -> int:
-        return 0 if self.beside_parameters else update.used_bytes
-
 
 @contextmanager
 def watched(
@@ -161,8 +160,8 @@ def _mark_before(trainer: Trainer, recorder: OperationRecorder, observer: DryRun
         recorder.mark(tensor.detach(), "parameters")
         recorder.mark(tensor.grad, "gradients")
     observer.mark_buffers()
-    for tensor in (*own, *(buffer for engine in observer.engines for _, buffer in engine.buffers())):
-        if tensor is not None and tensor.requires_grad and not isinstance(tensor, DTensor):
+    for tensor in (*own, *chain.from_iterable(engine.parameters_in_use() for engine in observer.engines)):
+        if tensor.requires_grad and not isinstance(tensor, DTensor):
             tensor.register_hook(lambda gradient: recorder.mark(gradient, "gradients"))
     if trainer.average is not None:
         on_host = trainer.average.section.device == "cpu" or observer.beside_parameters

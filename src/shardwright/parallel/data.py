@@ -62,6 +62,7 @@ from shardwright.parallel.offload import pins
 from shardwright.parallel.secondary import drop_secondary_shards, keep_secondary_shards
 from shardwright.split.compression import BUCKET_BYTES, CONVERTED_BYTES
 from shardwright.system.torch_private import (
+    FSDPParam,
     end_backward,
     foreach_copy_,
     parameter_groups,
@@ -93,9 +94,12 @@ class DataEngine(Protocol):
     def release(self) -> None:
         """Free the gathered parameters after forward passes without a backward pass, so that only shards remain."""
 
+    def parameters_in_use(self) -> Iterable[Tensor]:
+        """Return the tensors with which modules compute instead of the model's parameters."""
+
     def buffers(self) -> Iterator[tuple[str, Tensor | None]]:
         """Yield ("parameters", "gathered" or "gradients", tensor) for the current tensors that are not the model's:
-        copies and unsharded parameters, with which modules compute instead, buckets and unsharded gradients."""
+        copies and gathered parameters, buckets and unsharded gradients."""
 
 
 class ErrorFeedback(Protocol):
@@ -170,6 +174,9 @@ class Replicated:
     def release(self) -> None:
         pass
 
+    def parameters_in_use(self) -> Iterable[Tensor]:
+        return ()
+
     def buffers(self) -> Iterator[tuple[str, Tensor | None]]:
         return (("gradients", bucket) for bucket in self._buckets)
 
@@ -239,12 +246,18 @@ class Sharded:
             group.reshard()
             drop_secondary_shards(group)
 
+    def parameters_in_use(self) -> Iterable[Tensor]:
+        return (whole for parameter in self._fsdp_parameters() if (whole := whole_parameter(parameter)) is not None)
+
     def buffers(self) -> Iterator[tuple[str, Tensor | None]]:
-        for parameters in chain.from_iterable(map(parameter_groups, self.groups)):
-            for parameter in parameters.fsdp_params:
-                whole = whole_parameter(parameter), secondary_shard_of(parameter)
-                yield from (("gathered", gathered) for gathered in (*parameter.all_gather_outputs, *whole))
-                yield "gradients", parameter.unsharded_accumulated_grad
+        for parameter in self._fsdp_parameters():
+            gathered = *parameter.all_gather_outputs, secondary_shard_of(parameter)
+            yield from (("gathered", tensor) for tensor in gathered)
+            yield "gradients", parameter.unsharded_accumulated_grad
+
+    def _fsdp_parameters(self) -> Iterator[FSDPParam]:
+        groups = chain.from_iterable(map(parameter_groups, self.groups))
+        return chain.from_iterable(group.fsdp_params for group in groups)
 
     def _set(self, reduce: bool, last: bool) -> None:
         root = self.groups[0]  # these three settings apply to the nested groups too
@@ -290,6 +303,9 @@ class MasterWeights:
 
     def release(self) -> None:
         pass
+
+    def parameters_in_use(self) -> Iterable[Tensor]:
+        return self.copies
 
     def buffers(self) -> Iterator[tuple[str, Tensor | None]]:
         return (("parameters", copy) for copy in self.copies)

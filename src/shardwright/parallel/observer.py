@@ -111,9 +111,9 @@ class Observers(Observer):
     def __init__(self) -> None:
         self._observers: list[Observer] = []
 
-    def add(self, *observers: Observer) -> None:
-        """Pass the events from now on to `observers` too."""
-        self._observers += observers
+    def add(self, observer: Observer) -> None:
+        """Pass the events from now on to `observer` too."""
+        self._observers.append(observer)
 
     @contextmanager
     def joined(self, observer: Observer) -> Iterator[None]:

@@ -21,11 +21,13 @@ T = TypeVar("T")
 class PhaseClock(Observer):
     """Splits time into named phases: each `mark` ends the phase that it names and starts the next one.
 
-    On a GPU, a phase is measured between events in the stream, which do not synchronize until `read`.
+    On a GPU, a phase is measured between events in the stream, which do not synchronize until `read`. A trace of
+    torch.profiler shows the phases by name.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._traced = ExitStack()
         self.own_s: list[float] = []
         """This rank's own seconds in each step since the last `restart`, without waiting for other ranks: the time
         for its data, plus the CPU time of this thread in the forward and backward passes. A waiting thread uses no
@@ -33,13 +35,17 @@ class PhaseClock(Observer):
         self.restart()
 
     def begin(self, running: Running) -> None:
-        """Start a step with its phase "data"."""
-        if isinstance(running, StepPhase) and running.phase == "data":
-            self.begin_step()
+        """Start a phase. The phase "data" starts a step."""
+        if isinstance(running, StepPhase):
+            self._traced.close()
+            self._traced.enter_context(record_function(running.phase))
+            if running.phase == "data":
+                self.begin_step()
 
     def end(self, running: Running) -> None:
         """Assign the time since the end of the previous phase to this one."""
         if isinstance(running, StepPhase):
+            self._traced.close()
             self.mark(running.phase)
 
     def restart(self) -> None:
@@ -80,22 +86,6 @@ class PhaseClock(Observer):
         """Return each phase since the last `restart` with its start and end, in seconds since the epoch. Synchronizes
         with the GPU."""
         return in_epoch_s(self._spans, self.device)
-
-
-class TracedPhases(Observer):
-    """Shows the phases of a step by name in a trace of torch.profiler. A phase without an end ends with the next."""
-
-    def __init__(self) -> None:
-        self._traced = ExitStack()
-
-    def begin(self, running: Running) -> None:
-        if isinstance(running, StepPhase):
-            self._traced.close()
-            self._traced.enter_context(record_function(running.phase))
-
-    def end(self, running: Running) -> None:
-        if isinstance(running, StepPhase):
-            self._traced.close()
 
 
 class StepTimeline(Observer):

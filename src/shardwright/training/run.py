@@ -16,7 +16,7 @@ from shardwright.system.units import counted
 from shardwright.training.base_weights import base_record, fill_base
 from shardwright.training.build import build_model, build_trainer
 from shardwright.training.checkpoint.state import checkpoint_bytes
-from shardwright.training.clock import PhaseClock, TracedPhases
+from shardwright.training.clock import PhaseClock
 from shardwright.training.device import configure_malloc
 from shardwright.training.expert_places import PlaceExperts
 from shardwright.training.gpu import check_gpu
@@ -89,7 +89,7 @@ def _run(
     if monitor is not None:
         monitor.observe(model)
     clock = PhaseClock(device)
-    model.observers.add(TracedPhases(), clock)
+    model.observers.add(clock)
     guard = spike_guard(config.faults, model, device)
     base = base_record(config)
     if base is not None:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.parallel.compression import Codec, decode_rows, encode_rows
-from shardwright.parallel.observer import NO_OBSERVER, Need, Observer, PostedMessage, ReceivedMessage
+from shardwright.parallel.observer import Need, Observer, PostedMessage, ReceivedMessage
 from shardwright.parallel.point_to_point import PendingMessage, TensorMessage, start
 from shardwright.schedule.messages import PairExchange
 from shardwright.split.compression import transit_row_bytes
@@ -38,11 +38,7 @@ class PipelineMessages:
     """Sends and receives the messages of this rank, and keeps the incomplete ones."""
 
     def __init__(
-        self,
-        rank: int,
-        groups: Mapping[tuple[int, ...], dist.ProcessGroup],
-        codec: Codec | None = None,
-        observer: Observer = NO_OBSERVER,
+        self, rank: int, groups: Mapping[tuple[int, ...], dist.ProcessGroup], codec: Codec | None, observer: Observer
     ) -> None:
         """`rank`: this rank of `pp`; `groups`: (lower rank, higher rank) of `pp` -> the process group of the two, for
         every rank that exchanges messages with this one. `codec`: the encoding of messages, if they are compressed."""

@@ -39,7 +39,7 @@ class Pipeline:
         messages: PipelineMessages,
         activation: Callable[[Tensor], Tensor],
         device: torch.device,
-        observer: Observer = NO_OBSERVER,
+        observer: Observer,
     ) -> None:
         """`schedules`: (training, number of micro-batches) -> schedule. `activation`: token ids (B, T) -> an empty
         tensor of the shape that stages send to each other, (B, T, D)."""
