@@ -3,10 +3,10 @@
 The parts of a run report to the `Observers` of their model, the only place where a listener is added. Without a
 listener an event costs one loop over an empty list. No event is reported for a single operator.
 
-| event             | begin and end, or `transfer`                                | reported by                       |
+| event             | what happens                                                | reported by                       |
 | ----------------- | ----------------------------------------------------------- | --------------------------------- |
 | `StepPhase`       | a phase of a step; `log` and `agreement` have no end        | train loop, trainer, evaluation   |
-| `StepPasses`      | the passes of a training step, with the reduction at its end | runner of micro-batches          |
+| `StepPasses`      | the passes of a training step, and the reduction after them | runner of micro-batches           |
 | `Action`          | an action of the passes, after the wait for its input       | runner of micro-batches           |
 | `HostUpdate`      | the host updates a bucket of parameters                     | `OptimizerOnHost`                 |
 | `DiskUpdate`      | a chunk of states is read, updated and written              | `OptimizerOnDisk`                 |
@@ -48,7 +48,7 @@ class HostUpdate(NamedTuple):
 
 
 class DiskUpdate(NamedTuple):
-    """The update of a chunk of states: `n_bytes` of the file, of which states use `used_bytes`."""
+    """The update of a chunk of states: `n_bytes` in the file; the states use `used_bytes`."""
 
     n_bytes: int
     used_bytes: int
@@ -96,7 +96,7 @@ class Observer:
 
     @contextmanager
     def during(self, running: Running) -> Iterator[None]:
-        """Report the start and the end of what runs in the block."""
+        """Report the start and the end of the block."""
         self.begin(running)
         yield
         self.end(running)

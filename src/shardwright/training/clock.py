@@ -12,8 +12,6 @@ from torch.profiler import record_function
 from shardwright.parallel.observer import Observer, Running, StepPasses, StepPhase
 from shardwright.schedule.actions import Action
 
-Span = tuple[Action, float, float]
-"""An action with its start and end, in seconds since the epoch, so that timelines of several ranks can be combined."""
 Mark = float | torch.cuda.Event
 T = TypeVar("T")
 
@@ -108,8 +106,9 @@ class StepTimeline(Observer):
         if isinstance(running, Action):
             self._marks.append((running, self._start, mark(self.device)))
 
-    def spans(self) -> list[Span]:
-        """Return the actions of the last step; synchronises with the device."""
+    def spans(self) -> list[tuple[Action, float, float]]:
+        """Return each action of the last step with its start and end, in seconds since the epoch, so that timelines of
+        several ranks can be combined. Synchronises with the device."""
         return in_epoch_s(self._marks, self.device)
 
 
