@@ -1,4 +1,4 @@
-"""Counting what a rank sends: the collectives that PyTorch dispatches, their number and bytes."""
+"""Counting what a rank sends: the collectives that PyTorch dispatches, their number and bytes; and reported copies."""
 
 from collections import Counter
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.parallel.observer import Observer, TensorCopy, Transfer
 from shardwright.system.torch_private import TorchDispatchMode, tree_leaves
 
 KINDS = {
@@ -71,3 +72,15 @@ class TrafficByGroup(TorchDispatchMode):
         link = (kind, len(ranks), ranks[1] - ranks[0])
         self.calls[link] += 1
         self.bytes[link] += n_bytes
+
+
+class ReportedCopies(Observer):
+    """The bytes of each copy to the host, and of each copy back to the device, as observers are told of them."""
+
+    def __init__(self) -> None:
+        self.out: list[int] = []
+        self.back: list[int] = []
+
+    def transfer(self, transfer: Transfer) -> None:
+        if isinstance(transfer, TensorCopy):
+            (self.out if transfer.to_host else self.back).append(transfer.n_bytes)

@@ -21,13 +21,14 @@ from shardwright.layout.layout import Layout
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
-from shardwright.parallel.microbatch_runner import PassObserver
+from shardwright.parallel.observer import Observer, Running
 from shardwright.parallel.pipeline.runner import Pipeline
 from shardwright.schedule.actions import Action, Schedule
 from shardwright.schedule.build import build as build_schedule
 from shardwright.schedule.messages import PairExchange, with_messages
 from shardwright.schedule.simulate import Times, simulate
 from shardwright.split.stages import stage_layers
+from shardwright.training.clock import StepTimeline
 from shardwright.training.step import Trainer
 from tests.distributed import run_ranks
 from tests.marks import rest_prove
@@ -124,19 +125,21 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class CountedActions(PassObserver):
+class CountedActions(Observer):
     """The FLOPs of the products of each action, in the place of its times."""
 
     def __init__(self) -> None:
         self.flops: Counter[Action] = Counter()
 
-    def begin(self, action: Action) -> None:
-        self.products = Products()
-        self.products.__enter__()
+    def begin(self, running: Running) -> None:
+        if isinstance(running, Action):
+            self.products = Products()
+            self.products.__enter__()
 
-    def end(self, action: Action) -> None:
-        self.products.__exit__(None, None, None)
-        self.flops[action] = self.products.flops
+    def end(self, running: Running) -> None:
+        if isinstance(running, Action):
+            self.products.__exit__(None, None, None)
+            self.flops[running] = self.products.flops
 
 
 def flops_of_actions(layout: Layout, spec: ModelSpec = EVEN) -> Counter[Action]:
@@ -144,7 +147,7 @@ def flops_of_actions(layout: Layout, spec: ModelSpec = EVEN) -> Counter[Action]:
     trainer = build(layout, torch.float64, spec)
     take_step(trainer)
     counted = CountedActions()
-    pipeline(trainer).observers.append(counted)
+    trainer.model.observers.add(counted)
     take_step(trainer, 1)
     return counted.flops
 
@@ -205,7 +208,7 @@ class Kept:
         self.tensor = tensor
 
 
-class Held(PassObserver):
+class Held(Observer):
     """After each action, what is alive on this rank, in whatever hands: microbatches x stages of which something was
     saved for the backward pass; of which something was left for W; and tensors received into."""
 
@@ -225,21 +228,25 @@ class Held(PassObserver):
 
         pipeline.activation = received
 
-    def begin(self, action: Action) -> None:
+    def begin(self, running: Running) -> None:
+        if not isinstance(running, Action):
+            return
+
         def keep(tensor: Tensor) -> Kept:
-            self.graphs[kept := Kept(tensor)] = action.stage, action.microbatch
+            self.graphs[kept := Kept(tensor)] = running.stage, running.microbatch
             return kept
 
-        gradients = self.stages[action.stage].model.gradients
+        gradients = self.stages[running.stage].model.gradients
         self.take = take = gradients.take
         gradients.take = lambda: self.left(take())  # type: ignore[method-assign]
         self.hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept.tensor)
         self.hooks.__enter__()
 
-    def end(self, action: Action) -> None:
-        self.hooks.__exit__()
-        self.stages[action.stage].model.gradients.take = self.take  # type: ignore[method-assign]
-        self.look()
+    def end(self, running: Running) -> None:
+        if isinstance(running, Action):
+            self.hooks.__exit__()
+            self.stages[running.stage].model.gradients.take = self.take  # type: ignore[method-assign]
+            self.look()
 
     def left(self, compute: Callable[[], None]) -> Callable[[], None]:
         self.waiting.add(compute)
@@ -255,7 +262,7 @@ def peaks(layout: Layout) -> tuple[int, int, int]:
     trainer = build(layout, torch.float64, EVEN)
     take_step(trainer)
     held = Held(pipeline(trainer))
-    pipeline(trainer).observers.append(held)
+    trainer.model.observers.add(held)
     take_step(trainer, 1)
     held.look()
     assert held.seen[-1] == (0, 0, 0), "nothing is left when the step is over"
@@ -359,13 +366,14 @@ def test_token_shards_make_messages_smaller():
 
 def timelines(layout: Layout) -> list[list[tuple[Action, float, float]]]:
     """Of two steps, with an evaluation after each."""
-    trainer = build(layout, torch.float64, EVEN)
+    trainer, timeline = build(layout, torch.float64, EVEN), StepTimeline(torch.device("cpu"))
+    trainer.model.observers.add(timeline)
     found = []
     for step in range(2):
         take_step(trainer, step)
-        found.append([(Action(*action), start, end) for action, start, end in pipeline(trainer).timeline.spans()])
+        found.append([(Action(*action), start, end) for action, start, end in timeline.spans()])
         trainer.evaluate([local_batch(step, 0, 1, MICROBATCHES)])
-        assert len(pipeline(trainer).timeline.spans()) == len(found[-1]), "an evaluation leaves it alone"
+        assert len(timeline.spans()) == len(found[-1]), "an evaluation leaves it alone"
     return found
 
 

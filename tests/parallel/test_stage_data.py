@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardwright.layout.layout import Layout
 from shardwright.model.modules import end_rows
 from shardwright.parallel.data import Sharded
-from shardwright.parallel.microbatch_runner import PassObserver
+from shardwright.parallel.observer import Observer, Running
 from shardwright.parallel.pipeline.runner import Pipeline
 from shardwright.schedule.actions import Action
 from shardwright.split.stages import stage_layers
@@ -105,14 +105,15 @@ def test_replicas_of_shards_are_summed_once_a_step():
         assert found == table | {"allreduce": (calls, sent // 2)}
 
 
-class Gathered(PassObserver):
+class Gathered(Observer):
     """How many layers of this rank are whole after each action."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.stages, self.counts = pipeline.stages, list[int]()
 
-    def end(self, action: Action) -> None:
-        self.counts.append(self.look())
+    def end(self, running: Running) -> None:
+        if isinstance(running, Action):
+            self.counts.append(self.look())
 
     def look(self) -> int:
         found = 0
@@ -130,7 +131,7 @@ def gathered_layers(layout: Layout) -> tuple[list[int], int]:
     runner = trainer.model.runner
     assert isinstance(runner, Pipeline)
     gathered = Gathered(runner)
-    runner.observers.append(gathered)
+    trainer.model.observers.add(gathered)
     trainer.step(local_batch(0, layout.data_rank(dist.get_rank()), 2, A), 0, RATE)
     return gathered.counts, gathered.look()
 

@@ -16,6 +16,7 @@ from shardwright.system.processes import UsableMemory
 from shardwright.training import settle
 from tests.distributed import run_ranks
 from tests.marks import rest_prove
+from tests.traffic import ReportedCopies
 from tests.training.checkpoints import equal
 from tests.training.test_offload_host import trained
 from tests.training.worlds import OPTIMIZER
@@ -45,17 +46,9 @@ class Copies(ActivationsOnHost):
     """Counts bytes that are copied to the host and back."""
 
     def __init__(self, min_bytes: int = 1) -> None:
-        super().__init__(torch.device("cpu"), min_bytes)
-        self.out: list[int] = []
-        self.back: list[int] = []
-
-    def copy_out(self, on_device: Tensor) -> Tensor:
-        self.out.append(on_device.nbytes)
-        return super().copy_out(on_device)
-
-    def copy_in(self, on_host: Tensor) -> Tensor:
-        self.back.append(on_host.nbytes)
-        return super().copy_in(on_host)
+        reported = ReportedCopies()
+        super().__init__(torch.device("cpu"), min_bytes, reported)
+        self.out, self.back = reported.out, reported.back
 
 
 class Layers(nn.Module):

@@ -25,6 +25,7 @@ from shardwright.verification import rank as verify_rank
 from tests.distributed import run_ranks
 from tests.marks import prove, rest_prove
 from tests.mutation import Mutation, mutated
+from tests.traffic import ReportedCopies
 from tests.training.bugs.bug import EVEN, EXPERTS
 from tests.training.checkpoints import Logical, equal, hop, logical
 from tests.training.test_offload import LAYOUTS, RUNS
@@ -70,7 +71,8 @@ def test_states_and_the_update_are_on_the_host_and_a_step_copies_gradients_there
         parameters = {
             name: nn.Parameter(torch.empty(row.shape, device="cuda")) for name, row in rows(EVEN).items() if row.trained
         }
-        optimizer = build_optimizer(parameters, EVEN, run, Host(bucket_bytes))
+        reported = ReportedCopies()
+        optimizer = build_optimizer(parameters, EVEN, run, Host(bucket_bytes), reported)
         assert isinstance(optimizer, OptimizerOnHost)
         for parameter in parameters.values():
             assert parameter.device.type == "cuda"
@@ -92,6 +94,9 @@ def test_states_and_the_update_are_on_the_host_and_a_step_copies_gradients_there
             assert copies.n_bytes == {"cpu": n_bytes + weights_bytes, "cuda": n_bytes}
             assert copies.n_calls == {"cpu": n_buckets, "cuda": n_buckets}
             assert copies.computed_on == {"cpu"}
+            assert (sum(reported.out), sum(reported.back)) == tuple(copies.n_bytes.values())
+            reported.out.clear()
+            reported.back.clear()
         n_states = len(run.kind.state)
         per_state = 2 if run.state_dtype == "bf16" else 4
         n_parameters = n_bytes // 4

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from shardwright.parallel import observer
+from shardwright.system import torch_private
 from shardwright.system.torch_private import next_node_number, node_number
 
 
@@ -79,6 +81,8 @@ class ModuleLocator:
 
 _HERE = Path(__file__).parent
 _PACKAGE = _HERE.parent
+_PASSED_THROUGH = (Path(torch_private.__file__), Path(observer.__file__))
+"""Files whose functions stand for PyTorch's own, or pass an event on to this package."""
 _LIBRARIES = (Path(torch.__file__).parent, Path(sysconfig.get_path("stdlib")))
 
 
@@ -98,5 +102,5 @@ def _program_file(file: str) -> str:
     """Return the name of a file of the program, relative to this package if it is inside; "" for other files."""
     path = Path(file)
     if path.is_relative_to(_PACKAGE):
-        return "" if path.is_relative_to(_HERE) else str(path.relative_to(_PACKAGE))
+        return "" if path.is_relative_to(_HERE) or path in _PASSED_THROUGH else str(path.relative_to(_PACKAGE))
     return "" if file.startswith("<") or any(path.is_relative_to(library) for library in _LIBRARIES) else file

@@ -1,8 +1,8 @@
 """Run steps of the training program as one rank, on fake or real tensors, and record the last step."""
 
 import gc
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from shardwright.dry_run.length import ShortenedStep, step_length
 from shardwright.dry_run.places import ModuleLocator
 from shardwright.dry_run.record import RankRecord
 from shardwright.dry_run.recorder import OperationRecorder
-from shardwright.dry_run.watch import RecordedPhases, copies_of_shards, watch
+from shardwright.dry_run.watch import watched
 from shardwright.model.device_type import assumed
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.expert import ReadCounts
@@ -71,8 +71,7 @@ def dry_rank(
     with assumed("cuda") if gpu else nullcontext(), few_empty_shards:
         model = build_model(config, CPU, compiled=False, fill=fill, read=read)
         with fake:
-            phases = RecordedPhases()
-            trainer = build_trainer(config, model, CPU, compiled=False, opened=_NoFile, phases=phases)
+            trainer = build_trainer(config, model, CPU, compiled=False, opened=_NoFile)
             if gpu:
                 _fuse_norms(trainer.model.parts)
             return record_steps(
@@ -155,49 +154,43 @@ def record_steps(
     with (
         ModuleLocator(trainer.model.parts) as places,
         OperationRecorder(layout, rank, places, gpu, on_action) as recorder,
-        ExitStack() as stack,
     ):
-        if layout.offload_parameters != "none":
-            stack.enter_context(copies_of_shards(recorder))
         tensors = last.tokens_ABT, last.targets_ABT, last.sample_ids_AB
         for tensor in tensors:
             recorder.mark(tensor, "activations")
             whole_bytes = recorder.rounded(n_microbatches * tensor[0].nbytes)
             recorder.hold(whole_bytes - recorder.rounded(tensor.nbytes), "activations")
-        if left_out:
-            _count_omitted_data(trainer, recorder, tensors, left_out)
-        watch(trainer, recorder)
-        recorder.begin("begin")
-        trainer.step(last, steps - 1, rate)
+        count_omitted = partial(_count_omitted_data, recorder, tensors, left_out)
+        with watched(trainer, recorder, count_omitted):
+            recorder.begin("begin")
+            trainer.step(last, steps - 1, rate)
         return recorder.record(repeats, history)
 
 
-def _count_omitted_data(trainer: Trainer, recorder: OperationRecorder, batch: Iterable[Tensor], left_out: int) -> None:
+def _count_omitted_data(
+    recorder: OperationRecorder, batch: Iterable[Tensor], left_out: int, microbatches: Sequence[Microbatch]
+) -> None:
     """Make the recorder hold the tensors that the trainer derives from the omitted micro-batches' data: parts of
     sequences with cp, the tokens that MTP modules read, positions in documents. `batch`: the source tensors."""
-    own, given = trainer._microbatches, {storage_id(tensor.untyped_storage()) for tensor in batch}
-
-    def made(batch: Batch, step: int | None) -> list[Microbatch]:
-        microbatches = own(batch, step)
-        n_run, of_each = len(microbatches), 0
-        of_storage: dict[int, tuple[int, set[int], set[int]]] = {}
-        for at, microbatch in enumerate(microbatches):
-            positions = None if microbatch.documents is None else microbatch.documents.positions_BT
-            for tensor in tree_leaves((*microbatch._replace(documents=None), positions)):
-                if isinstance(tensor, Tensor) and (name := storage_id(tensor.untyped_storage())) not in given:
-                    _, owners, offsets = of_storage.setdefault(name, (tensor.untyped_storage().nbytes(), set(), set()))
-                    owners.add(at)
-                    offsets.add(int(tensor.storage_offset()))
-        for n_bytes, owners, offsets in of_storage.values():
-            if len(owners) == 1:
-                of_each += recorder.rounded(n_bytes)
-            elif len(offsets) == n_run:  # one tensor, which contains a part for each micro-batch
-                n_all = n_bytes * (n_run + left_out) // n_run
-                recorder.hold(recorder.rounded(n_all) - recorder.rounded(n_bytes), "temporaries")
-        recorder.hold(of_each * left_out // n_run, "temporaries")
-        return microbatches
-
-    trainer._microbatches = made  # type: ignore[method-assign]
+    if not left_out:
+        return
+    given = {storage_id(tensor.untyped_storage()) for tensor in batch}
+    n_run, of_each = len(microbatches), 0
+    of_storage: dict[int, tuple[int, set[int], set[int]]] = {}
+    for at, microbatch in enumerate(microbatches):
+        positions = None if microbatch.documents is None else microbatch.documents.positions_BT
+        for tensor in tree_leaves((*microbatch._replace(documents=None), positions)):
+            if isinstance(tensor, Tensor) and (name := storage_id(tensor.untyped_storage())) not in given:
+                _, owners, offsets = of_storage.setdefault(name, (tensor.untyped_storage().nbytes(), set(), set()))
+                owners.add(at)
+                offsets.add(int(tensor.storage_offset()))
+    for n_bytes, owners, offsets in of_storage.values():
+        if len(owners) == 1:
+            of_each += recorder.rounded(n_bytes)
+        elif len(offsets) == n_run:  # one tensor, which contains a part for each micro-batch
+            n_all = n_bytes * (n_run + left_out) // n_run
+            recorder.hold(recorder.rounded(n_all) - recorder.rounded(n_bytes), "temporaries")
+    recorder.hold(of_each * left_out // n_run, "temporaries")
 
 
 def empty_batch(config: RunConfig, n_microbatches: int) -> Batch:

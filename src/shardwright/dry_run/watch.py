@@ -1,13 +1,13 @@
-"""Report the start and end of actions, and the kinds of tensors, to a recorder without changing the step.
+"""The observer of a dry run: passes the events of a step, and the kinds of its tensors, to the recorder.
 
 Record FSDP2's copies between host and device with `layout.offload_parameters`: parameter shards before they are
 gathered, and gradient shards after they are reduced.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,137 +16,140 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.dry_run.record import READ, TO_DEVICE, TO_HOST, WRITE
 from shardwright.dry_run.recorder import OperationRecorder
-from shardwright.parallel.data import DataEngine, MasterWeights, Replicated, Sharded
-from shardwright.parallel.microbatch_runner import PassObserver, SequentialRunner
-from shardwright.parallel.offload import ActivationsOnHost
-from shardwright.parallel.pipeline.messages import Need, PipelineMessages
+from shardwright.parallel.microbatch_runner import Microbatch, SequentialRunner
+from shardwright.parallel.observer import (
+    DiskUpdate,
+    HostUpdate,
+    Need,
+    Observer,
+    PostedMessage,
+    ReceivedMessage,
+    Running,
+    StepPasses,
+    StepPhase,
+    TensorCopy,
+    Transfer,
+)
 from shardwright.parallel.pipeline.runner import Pipeline
 from shardwright.schedule.actions import Action
-from shardwright.schedule.messages import PairExchange
-from shardwright.system.ranks_at import Phase
-from shardwright.system.torch_private import (
-    GATHER_PARAMETERS,
-    REDUCE_GRADIENTS,
-    SHARDS_TO_GATHER,
-    WAIT_FOR_PARAMETERS,
-    FSDPParam,
-    FSDPParamGroup,
-    ShardedState,
-    parameter_groups,
-    pending_gather,
-    replaced,
-    secondary_shard_of,
-    set_shard,
-    shard_of,
-    whole_parameter,
-)
+from shardwright.system.torch_private import FSDPParam, ShardedState, observed_shards, shard_of
 from shardwright.training.offload.on_disk import OptimizerOnDisk
 from shardwright.training.offload.on_host import OptimizerOnHost
-from shardwright.training.offload.states import Chunk
 from shardwright.training.step import Trainer
 
 REDUCE, UPDATE, AFTER = "gradients", "optimizer", "after the step"
 """Actions after the last micro-batch: sums of the gradients of replicas and tied parameters; norm, clipping and update;
-nothing."""
+nothing. With a pipeline the sums are a part of the last action."""
 
 
-class _PassRecorder(PassObserver):
-    """Starts the recorder's actions. Without a pipeline, sums of gradients are an action of their own."""
+class DryRunObserver(Observer):
+    """Starts the recorder's actions, and records waits for messages, copies, and updates outside of the device.
 
-    def __init__(self, recorder: OperationRecorder, engines: Sequence[DataEngine], piped: bool) -> None:
-        self.recorder, self.engines, self.piped = recorder, engines, piped
+    A message counts as sent when the rank starts its next exchange, as in the plan. A fake process group never reports
+    a completed send, and a real group does so at a time that depends on other ranks.
+    """
 
-    def begin(self, action: Action) -> None:
-        self.recorder.begin(str(action))
-
-    def end(self, action: Action) -> None:
-        if action.op != "F":
-            _mark_accumulated(self.engines, self.recorder)
-        if action.op in ("F", "I"):
-            self.recorder.keep()
-
-    def end_step(self) -> None:
-        if not self.piped:
-            self.recorder.begin(REDUCE)
-
-
-class _DryRunMessages(PipelineMessages):
-    """The messages of a pipeline. A message counts as sent when the rank starts its next exchange, as in the plan. A
-    fake process group never reports a completed send, and a real group does so at a time that depends on other
-    ranks."""
-
-    def __init__(self, messages: PipelineMessages, recorder: OperationRecorder, in_world: Sequence[int]) -> None:
-        super().__init__(messages.rank, messages.groups, messages.codec)
-        self.recorder, self.in_world = recorder, in_world
+    def __init__(
+        self, trainer: Trainer, recorder: OperationRecorder, on_passes: Callable[[Sequence[Microbatch]], None]
+    ) -> None:
+        """`on_passes`: called with the micro-batches of the step."""
+        self.trainer, self.recorder, self.on_passes = trainer, recorder, on_passes
+        self.beside_parameters = trainer.model.layout.offload_parameters != "none"
+        """Whether states that are not on the device are updated where the parameters are, on the host."""
+        runner = trainer.model.runner
+        self.pipeline = runner if isinstance(runner, Pipeline) else None
+        if self.pipeline is not None:
+            self.engines = [stage.engine for stage in self.pipeline.stages.values()]
+        else:
+            assert isinstance(runner, SequentialRunner)
+            self.engines = [runner.engine]
         self._from: dict[Need, tuple[int, int]] = {}
         """The sender of each message, in the world, and the number of the message among the sender's messages."""
         self._received: Counter[int] = Counter()
+        self._update = ExitStack()
 
-    def start(self, exchange: PairExchange, results: dict[Need, Tensor], empty: Callable[[], Tensor]) -> None:
-        for stage, op, microbatch, sender, _ in exchange.messages:
-            need: Need = (stage, op, microbatch)
-            if sender != self.rank:
-                source = self.in_world[sender]
-                self._from[need] = source, self._received[source]
-                self._received[source] += 1
-            elif op == "B":
-                self.recorder.mark(results[need], "communication")
-        while self._sending:
-            self._sending.popleft().wait()
-        super().start(exchange, results, empty)
+    def begin(self, running: Running) -> None:
+        match running:
+            case Action():
+                self.recorder.begin(str(running))
+            case StepPasses(microbatches):
+                self.on_passes(microbatches)
+            case HostUpdate():
+                self._update.enter_context(self.recorder.on_host())
+            case DiskUpdate(n_bytes, used_bytes):
+                over_link = 0 if self.beside_parameters else used_bytes
+                self.recorder.copied(READ, n_bytes)
+                self.recorder.copied(TO_DEVICE, over_link)
+                self._update.enter_context(self.recorder.extra_memory(over_link, "states"))
 
-    def receive(self, need: Need) -> Tensor:
-        stage, op, microbatch = need
-        self.recorder.wait(f"{stage}{op}{microbatch}", *self._from.pop(need))
-        tensor = super().receive(need)
-        self.recorder.mark(tensor, "activations" if op == "F" else "communication")
-        return tensor
+    def end(self, running: Running) -> None:
+        match running:
+            case Action(_, op, _):
+                self.mark_buffers()
+                if op in ("F", "I"):
+                    self.recorder.keep()
+            case StepPasses() if self.pipeline is None:
+                self.recorder.begin(REDUCE)
+            case StepPhase("forward_backward"):
+                for parameter in self.trainer.model.named_parameters.values():
+                    self.recorder.mark(parameter.grad, "gradients")
+                self.recorder.begin(UPDATE)
+            case StepPhase():
+                self.recorder.begin(AFTER)
+            case HostUpdate():
+                self._update.close()
+            case DiskUpdate(n_bytes, used_bytes):
+                self._update.close()
+                self.recorder.copied(TO_HOST, 0 if self.beside_parameters else used_bytes)
+                self.recorder.copied(WRITE, n_bytes)
+
+    def transfer(self, transfer: Transfer) -> None:
+        match transfer:
+            case TensorCopy(to_host, n_bytes, activations):
+                self.recorder.copied(TO_HOST if to_host else TO_DEVICE, n_bytes)
+                (self.recorder.put_on_host if to_host else self.recorder.mark)(activations, "activations")
+            case PostedMessage(need, sender, tensor):
+                self._post(need, sender, tensor)
+            case ReceivedMessage((stage, op, microbatch), tensor):
+                self.recorder.wait(f"{stage}{op}{microbatch}", *self._from.pop((stage, op, microbatch)))
+                self.recorder.mark(tensor, "activations" if op == "F" else "communication")
+
+    def mark_buffers(self) -> None:
+        """Mark the tensors that the engines of data parallelism have now."""
+        for engine in self.engines:
+            for kind, tensor in engine.buffers():
+                self.recorder.mark(tensor, kind)
+
+    def _post(self, need: Need, sender: int, tensor: Tensor | None) -> None:
+        assert self.pipeline is not None
+        self.pipeline.messages.wait_until_sent()
+        if tensor is None:
+            assert self.trainer.model.groups.pp is not None
+            source = torch.distributed.get_process_group_ranks(self.trainer.model.groups.pp)[sender]
+            self._from[need] = source, self._received[source]
+            self._received[source] += 1
+        elif need[1] == "B":
+            self.recorder.mark(tensor, "communication")
 
 
-class RecordedPhases:
-    """The phases of the recorded step as its last actions."""
-
-    def __init__(self) -> None:
-        self._recorder: OperationRecorder | None = None
-        self._parameters: list[Tensor] = []
-
-    def record(self, recorder: OperationRecorder, parameters: Iterable[Tensor]) -> None:
-        """Report phases to the recorder from now on. `parameters`: trained parameters, whose gradients are marked."""
-        self._recorder, self._parameters = recorder, list(parameters)
-
-    def begin(self, phase: Phase, step: int) -> None:
-        """Do nothing: the previous phase has ended, or the actions of a pass start by themselves."""
-
-    def end(self, phase: Phase) -> None:
-        """Start the action that follows a phase."""
-        if self._recorder is None:
-            return
-        if phase == "forward_backward":
-            for parameter in self._parameters:
-                self._recorder.mark(parameter.grad, "gradients")
-        self._recorder.begin(UPDATE if phase == "forward_backward" else AFTER)
+@contextmanager
+def watched(
+    trainer: Trainer, recorder: OperationRecorder, on_passes: Callable[[Sequence[Microbatch]], None]
+) -> Iterator[None]:
+    """Record the step that a trainer takes in the block. The trainer must have taken a step before, in which FSDP
+    allocates the unsharded parameters. `on_passes`: as for `DryRunObserver`."""
+    observer = DryRunObserver(trainer, recorder, on_passes)
+    _mark_before(trainer, recorder, observer)
+    on_host = _copies_of_shards(recorder) if observer.beside_parameters else nullcontext()
+    with trainer.model.observers.joined(observer), on_host:
+        yield
 
 
-def watch(trainer: Trainer, recorder: OperationRecorder) -> None:
-    """Record the next step of a trainer with `RecordedPhases`. The trainer must have taken a step before, in which FSDP
-    allocates the unsharded parameters."""
-    model, runner = trainer.model, trainer.model.runner
-    assert isinstance(trainer.phases, RecordedPhases)
-    trainer.phases.record(recorder, model.named_parameters.values())
-    engines: list[DataEngine] = []
-    if isinstance(runner, Pipeline):
-        engines = [stage.engine for stage in runner.stages.values()]
-        assert model.groups.pp is not None
-        in_world = torch.distributed.get_process_group_ranks(model.groups.pp)
-        runner.messages = _DryRunMessages(runner.messages, recorder, in_world)
-    else:
-        assert isinstance(runner, SequentialRunner)
-        engines = [runner.engine]
-    runner.observers.append(_PassRecorder(recorder, engines, isinstance(runner, Pipeline)))
-    for store in model.on_host:
-        _activations_on_host(store, recorder)
+def _mark_before(trainer: Trainer, recorder: OperationRecorder, observer: DryRunObserver) -> None:
+    """Mark the tensors that exist before the step, and the gradients that it computes."""
+    model, optimizer = trainer.model, trainer.optimizer
     own = [*(model.named_parameters | model.plain_parameters).values(), *model.tied.duplicates]
-    if model.layout.offload_parameters != "none":
+    if observer.beside_parameters:
         for parameter in model.named_parameters.values():
             if parameter.requires_grad:
                 recorder.put_on_host(parameter.detach(), "parameters")
@@ -156,185 +159,47 @@ def watch(trainer: Trainer, recorder: OperationRecorder) -> None:
     for tensor in own:
         recorder.mark(tensor.detach(), "parameters")
         recorder.mark(tensor.grad, "gradients")
-    for engine in engines:
-        if isinstance(engine, Sharded):
-            own += _gathered(engine, recorder)
-        elif isinstance(engine, MasterWeights):
-            own += engine.copies
-            for copy in engine.copies:
-                recorder.mark(copy.detach(), "parameters")
-        elif isinstance(engine, Replicated):
-            for bucket in engine._buckets:
-                recorder.mark(bucket, "gradients")
-    for tensor in own:
+    observer.mark_buffers()
+    for tensor in (*own, *chain.from_iterable(engine.parameters_in_use() for engine in observer.engines)):
         if tensor.requires_grad and not isinstance(tensor, DTensor):
             tensor.register_hook(lambda gradient: recorder.mark(gradient, "gradients"))
     if trainer.average is not None:
-        on_host = trainer.average.section.device == "cpu" or model.layout.offload_parameters != "none"
+        on_host = trainer.average.section.device == "cpu" or observer.beside_parameters
         _states({"average": trainer.average.tensors}, recorder, on_host)
-    if isinstance(trainer.optimizer, OptimizerOnHost):
-        _on_host(trainer.optimizer, recorder)
-    elif isinstance(trainer.optimizer, OptimizerOnDisk):
-        _on_disk(trainer.optimizer, recorder, beside_parameters=model.layout.offload_parameters != "none")
+    if isinstance(optimizer, OptimizerOnHost):
+        for tensor in optimizer.tensors_on_host():
+            recorder.put_on_host(tensor, "states")
+    elif isinstance(optimizer, OptimizerOnDisk):
+        _states({"counters": dict(enumerate(optimizer.counters))}, recorder, observer.beside_parameters)
+        recorder.hold_on_host(optimizer.states_on_disk.buffer_bytes, "states")
     else:
-        _states(trainer.optimizer.state, recorder, on_host=model.layout.offload_parameters != "none")
+        _states(optimizer.state, recorder, observer.beside_parameters)
 
 
-def _gathered(engine: Sharded, recorder: OperationRecorder) -> list[Any]:
-    """Mark the tensors that FSDP gathers into; return the unsharded parameters."""
-    unsharded = []
-    for group in engine.groups:
-        for parameters in parameter_groups(group):
-            for parameter in parameters.fsdp_params:
-                for gathered in parameter.all_gather_outputs:
-                    recorder.mark(gathered, "gathered")
-                theirs: Any = parameter
-                theirs.to_sharded_post_forward = partial(
-                    _keep_part, parameter.to_sharded_post_forward, parameter, recorder
-                )
-                unsharded.append(whole_parameter(parameter))
-    return unsharded
-
-
-def _keep_part(keep: Callable[[], None], parameter: Any, recorder: OperationRecorder) -> None:
-    """Mark the part of a gathered parameter that a rank keeps for the backward pass."""
-    keep()
-    recorder.mark(secondary_shard_of(parameter), "gathered")
-
-
-def _mark_accumulated(engines: Iterable[DataEngine], recorder: OperationRecorder) -> None:
-    """Mark the gradients of unsharded parameters that FSDP holds until the last micro-batch."""
-    for engine in engines:
-        for group in engine.groups if isinstance(engine, Sharded) else ():
-            for parameters in parameter_groups(group):
-                for parameter in parameters.fsdp_params:
-                    recorder.mark(parameter.unsharded_accumulated_grad, "gradients")
-
-
-def _states(states: Mapping[Any, Mapping[str, Any]], recorder: OperationRecorder, on_host: bool) -> None:
+def _states(states: Mapping[Any, Mapping[Any, Any]], recorder: OperationRecorder, on_host: bool) -> None:
     for of_parameter in states.values():
         for value in of_parameter.values():
             if isinstance(value, Tensor):
                 (recorder.put_on_host if on_host else recorder.mark)(value, "states")
 
 
-def _on_disk(optimizer: OptimizerOnDisk, recorder: OperationRecorder, beside_parameters: bool) -> None:
-    """Mark the memory of states on a disk, and record requests and copies of chunks. `beside_parameters`: chunks are
-    updated on the host, where the parameters are."""
-    for counter in optimizer.counters:
-        (recorder.put_on_host if beside_parameters else recorder.mark)(counter, "states")
-    recorder.hold_on_host(optimizer.states_on_disk.buffer_bytes, "states")
-    update = optimizer._update
+def _copies_of_shards(recorder: OperationRecorder) -> AbstractContextManager[None]:
+    """Record each gather and reduction of a parameter group with its copies during a block. When the recorder counts as
+    on a GPU, this function makes the copies, since without one host and device are the same and nothing is copied."""
 
-    def recorded(chunk: Chunk, data: Tensor) -> None:
-        over_link = 0 if beside_parameters else chunk.used
-        recorder.copied(READ, chunk.n_bytes)
-        recorder.copied(TO_DEVICE, over_link)
-        with recorder.extra_memory(over_link, "states"):
-            update(chunk, data)
-        recorder.copied(TO_HOST, over_link)
-        recorder.copied(WRITE, chunk.n_bytes)
-
-    optimizer._update = recorded  # type: ignore[method-assign]
-
-
-def _activations_on_host(store: ActivationsOnHost, recorder: OperationRecorder) -> None:
-    """Record the copies of activations."""
-    copy_out, copy_in = store.copy_out, store.copy_in
-
-    def out(on_device: Tensor) -> Tensor:
-        recorder.copied(TO_HOST, on_device.nbytes)
-        on_host = copy_out(on_device)
-        recorder.put_on_host(on_host, "activations")
-        return on_host
-
-    def back(on_host: Tensor) -> Tensor:
-        recorder.copied(TO_DEVICE, on_host.nbytes)
-        on_device = copy_in(on_host)
-        recorder.mark(on_device, "activations")
-        return on_device
-
-    store.copy_out, store.copy_in = out, back  # type: ignore[method-assign]
-
-
-def _on_host(optimizer: OptimizerOnHost, recorder: OperationRecorder) -> None:
-    """Mark the host's tensors, and record copies and the update that the host computes."""
-    for tensor in optimizer.tensors_on_host():
-        recorder.put_on_host(tensor, "states")
-    link, update = optimizer.link, optimizer.on_host.step
-    fetch, send = link.fetch, link.send
-
-    def fetched(on_host: Sequence[Tensor], on_device: Sequence[Tensor]) -> Callable[[], None]:
-        recorder.copied(TO_HOST, sum(x.nbytes for x in on_device))
-        return fetch(on_host, on_device)
-
-    def sent(on_device: Sequence[Tensor], on_host: Sequence[Tensor]) -> None:
-        recorder.copied(TO_DEVICE, sum(x.nbytes for x in on_host))
-        send(on_device, on_host)
-
-    link.fetch, link.send = fetched, sent  # type: ignore[method-assign]
-
-    def on_host() -> None:
-        with recorder.on_host():
-            update()
-
-    optimizer.on_host.step = on_host  # type: ignore[method-assign,assignment]
-
-
-@contextmanager
-def copies_of_shards(recorder: OperationRecorder) -> Iterator[None]:
-    """Record each gather and reduction of a parameter group with its copies during the block. When the recorder counts
-    as on a GPU, this function makes the copies, since without one host and device are the same and nothing is
-    copied."""
-
-    def come(parameters: list[FSDPParam]) -> None:
+    def gather(parameters: list[FSDPParam]) -> None:
         recorder.copied(TO_DEVICE, sum(shard_of(parameter).nbytes for parameter in parameters if _comes(parameter)))
 
-    def gathered(gather: Callable[..., Any]) -> Callable[..., Any]:
-        def gather_and_record(parameters: list[FSDPParam], *args: Any, **kwargs: Any) -> Any:
-            come(parameters)
-            return gather(parameters, *args, **kwargs)
+    def shard_to_gather(parameter: FSDPParam) -> Tensor:
+        shard = shard_of(parameter)
+        on_device = recorder.gpu and _comes(parameter)
+        return torch.empty(shard.shape, dtype=shard.dtype, device=shard.device) if on_device else shard
 
-        return gather_and_record
+    def reduced(parameters: list[FSDPParam]) -> None:
+        offloaded = [parameter for parameter in parameters if parameter.offload_to_cpu]
+        recorder.copied(TO_HOST, sum(_put_gradient(parameter, recorder) for parameter in offloaded))
 
-    def waited(wait: Callable[..., Any]) -> Callable[..., Any]:
-        def record_and_wait(group: FSDPParamGroup) -> None:
-            result = pending_gather(group)
-            if result is not None and not result.all_gather_input_split_sizes:  # one rank: the copy is made only now
-                come(group.fsdp_params)
-            wait(group)
-
-        return record_and_wait
-
-    def on_device(inputs: Any) -> Any:
-        def inputs_on_device(parameter: FSDPParam) -> Any:
-            if not (recorder.gpu and _comes(parameter)):
-                return inputs.fget(parameter)
-            on_host = shard_of(parameter)
-            set_shard(parameter, torch.empty(on_host.shape, dtype=on_host.dtype, device=on_host.device))
-            try:
-                return inputs.fget(parameter)
-            finally:
-                set_shard(parameter, on_host)
-
-        return property(inputs_on_device)
-
-    def reduced(reduce: Callable[..., Any]) -> Callable[..., Any]:
-        def reduce_and_record(parameters: list[FSDPParam], *args: Any, **kwargs: Any) -> Any:
-            result = reduce(parameters, *args, **kwargs)
-            if result[-1] is None:  # otherwise the reduced gradient waits on the device for the sum over replicas
-                offloaded = [parameter for parameter in parameters if parameter.offload_to_cpu]
-                recorder.copied(TO_HOST, sum(_put_gradient(parameter, recorder) for parameter in offloaded))
-            return result
-
-        return reduce_and_record
-
-    with ExitStack() as stack:
-        stack.enter_context(replaced(GATHER_PARAMETERS, gathered))
-        stack.enter_context(replaced(REDUCE_GRADIENTS, reduced))
-        stack.enter_context(replaced(WAIT_FOR_PARAMETERS, waited))
-        stack.enter_context(replaced(SHARDS_TO_GATHER, on_device))
-        yield
+    return observed_shards(gather, shard_to_gather, reduced)
 
 
 def _comes(parameter: FSDPParam) -> bool:

@@ -39,6 +39,7 @@ from shardwright.parallel.linear_attention import ContextDeltaNet
 from shardwright.parallel.mesh import Groups, build_expert_mesh, build_groups, build_mesh, build_stage_groups
 from shardwright.parallel.microbatch_runner import BatchInvariantRunner, Runner, SequentialRunner
 from shardwright.parallel.model import ParallelModel
+from shardwright.parallel.observer import Observer, Observers
 from shardwright.parallel.offload import ActivationsOnHost
 from shardwright.parallel.pipeline.messages import PipelineMessages
 from shardwright.parallel.pipeline.runner import Pipeline, PipelineStage
@@ -98,7 +99,7 @@ def apply(
     secondary = build_secondary_groups(layout, mesh, expert_mesh)
     shards: list[list[FSDPModule]] = []
     replicas_apart = compression.gradients is not None or elements_of_block(layout) > 0
-    stores: list[ActivationsOnHost] = []
+    observers = Observers()
     for part in parts:
         blocks = list(part.layers.values())
         part.applies_head = not layout.loss_chunk_tokens
@@ -112,9 +113,9 @@ def apply(
         shard_routers(part, layout, groups)
         if groups.ep is not None and expert_mesh is not None:
             split_experts(part, expert_mesh, groups.ep, read, codec_of(layout.compress_dispatch))
-        if layout.offload_activations == "cpu":
-            stores.append(ActivationsOnHost(device, layout.offload_min_bytes))
-        _run_blocks(blocks, layout, stores[-1] if stores else None, compile_blocks, cuda_graphs)
+        offloads = layout.offload_activations == "cpu"
+        store = ActivationsOnHost(device, layout.offload_min_bytes, observers) if offloads else None
+        _run_blocks(blocks, layout, store, compile_blocks, cuda_graphs)
         if sharded:
             kinds = compute_dtype, param_dtype, replicas_apart
             shards.append(shard(part, blocks, layout, mesh, expert_mesh, compression, secondary, *kinds))
@@ -139,10 +140,11 @@ def apply(
     if stages:
         shared = {ranks for ranks in held_on.values() if len(ranks) > 1}
         stage_groups = build_stage_groups(layout, groups, shared | set(_neighbours(layout)))
-        runner = _pipeline(stages, layout, groups, stage_groups, device, compute_dtype, seq_len or spec.max_seq_len)
+        longest = seq_len or spec.max_seq_len
+        runner = _pipeline(stages, layout, groups, stage_groups, device, compute_dtype, longest, observers)
     else:
         stage_groups = {}
-        runner = SequentialRunner(parts[0], engines[0], cuda_graphs)
+        runner = SequentialRunner(parts[0], engines[0], cuda_graphs, observers)
     if batch_invariant:
         runner = BatchInvariantRunner(runner)
     return ParallelModel(
@@ -159,7 +161,7 @@ def apply(
         masters,
         expert_mesh,
         {name: tensor for compressor in feedback for name, tensor in compressor.state.items()},
-        stores,
+        observers,
     )
 
 
@@ -245,6 +247,7 @@ def _pipeline(
     device: torch.device,
     dtype: torch.dtype,
     seq_len: int,
+    observer: Observer,
 ) -> Pipeline:
     assert groups.pp is not None
     spec = stages[0].model.spec
@@ -259,8 +262,8 @@ def _pipeline(
         n_sequences, n_tokens = tokens_BT.shape
         return torch.empty(n_sequences, n_tokens // cuts, spec.d_model, dtype=dtype, device=device)
 
-    messages = PipelineMessages(groups.pp.rank(), stage_groups, codec_of(layout.compress_pipeline))
-    return Pipeline(stages, schedule, messages, activation, device)
+    messages = PipelineMessages(groups.pp.rank(), stage_groups, codec_of(layout.compress_pipeline), observer)
+    return Pipeline(stages, schedule, messages, activation, device, observer)
 
 
 def _run_blocks(

@@ -32,7 +32,7 @@ in the forward pass and first in the backward pass.
 Gradients are summed, never averaged: the loss is already divided by the number of target tokens of the global batch.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, pairwise
 from typing import Protocol
@@ -61,7 +61,14 @@ from shardwright.parallel.compression import Codec, start_sum_of_vector
 from shardwright.parallel.offload import pins
 from shardwright.parallel.secondary import drop_secondary_shards, keep_secondary_shards
 from shardwright.split.compression import BUCKET_BYTES, CONVERTED_BYTES
-from shardwright.system.torch_private import end_backward, foreach_copy_, parameter_groups
+from shardwright.system.torch_private import (
+    FSDPParam,
+    end_backward,
+    foreach_copy_,
+    parameter_groups,
+    secondary_shard_of,
+    whole_parameter,
+)
 from shardwright.system.units import in_groups
 
 
@@ -86,6 +93,13 @@ class DataEngine(Protocol):
 
     def release(self) -> None:
         """Free the gathered parameters after forward passes without a backward pass, so that only shards remain."""
+
+    def parameters_in_use(self) -> Iterable[Tensor]:
+        """Return the tensors with which modules compute instead of the model's parameters."""
+
+    def buffers(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Yield ("parameters", "gathered" or "gradients", tensor) for the current tensors that are not the model's:
+        copies and gathered parameters, buckets and unsharded gradients."""
 
 
 class ErrorFeedback(Protocol):
@@ -160,6 +174,12 @@ class Replicated:
     def release(self) -> None:
         pass
 
+    def parameters_in_use(self) -> Iterable[Tensor]:
+        return ()
+
+    def buffers(self) -> Iterator[tuple[str, Tensor | None]]:
+        return (("gradients", bucket) for bucket in self._buckets)
+
     def _add(self, bucket: list[nn.Parameter]) -> None:
         flat = bucket[0].new_zeros(sum(parameter.numel() for parameter in bucket))
         for parameter, part in zip(bucket, flat.split([parameter.numel() for parameter in bucket]), strict=True):
@@ -226,6 +246,19 @@ class Sharded:
             group.reshard()
             drop_secondary_shards(group)
 
+    def parameters_in_use(self) -> Iterable[Tensor]:
+        return (whole for parameter in self._fsdp_parameters() if (whole := whole_parameter(parameter)) is not None)
+
+    def buffers(self) -> Iterator[tuple[str, Tensor | None]]:
+        for parameter in self._fsdp_parameters():
+            gathered = *parameter.all_gather_outputs, secondary_shard_of(parameter)
+            yield from (("gathered", tensor) for tensor in gathered)
+            yield "gradients", parameter.unsharded_accumulated_grad
+
+    def _fsdp_parameters(self) -> Iterator[FSDPParam]:
+        groups = chain.from_iterable(map(parameter_groups, self.groups))
+        return chain.from_iterable(group.fsdp_params for group in groups)
+
     def _set(self, reduce: bool, last: bool) -> None:
         root = self.groups[0]  # these three settings apply to the nested groups too
         # Unless the last backward pass reshards, the next forward pass uses the parameters from before the update.
@@ -270,6 +303,12 @@ class MasterWeights:
 
     def release(self) -> None:
         pass
+
+    def parameters_in_use(self) -> Iterable[Tensor]:
+        return self.copies
+
+    def buffers(self) -> Iterator[tuple[str, Tensor | None]]:
+        return (("parameters", copy) for copy in self.copies)
 
     @torch.no_grad()
     def update_copies(self) -> None:

@@ -3,8 +3,7 @@
 With pp above 1, `pipeline/runner.py` runs them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,6 +13,7 @@ from shardwright.model.balance import RealTokens
 from shardwright.model.batch_invariant import batch_invariant
 from shardwright.model.documents import Documents
 from shardwright.parallel.data import DataEngine
+from shardwright.parallel.observer import NO_OBSERVER, Observer, StepPasses
 from shardwright.schedule.actions import Action
 
 
@@ -68,38 +68,9 @@ Loss = Callable[..., Tensor]
 micro-batches, and the gradient is of the sum of all."""
 
 
-class PassObserver:
-    """Receives the start and end of each action of a training step on this rank. Every method does nothing unless a
-    subclass overrides it."""
-
-    def begin_step(self) -> None:
-        """The passes of a step start."""
-
-    def begin(self, action: Action) -> None:
-        """An action starts, after the wait for its input."""
-
-    def end(self, action: Action) -> None:
-        """The action ends."""
-
-    def end_step(self) -> None:
-        """All actions have ended, and the data ranks' gradients are reduced."""
-
-
-@contextmanager
-def observed(observers: Sequence[PassObserver], action: Action) -> Iterator[None]:
-    """Report the start and end of an action, which runs in the block."""
-    for observer in observers:
-        observer.begin(action)
-    yield
-    for observer in observers:
-        observer.end(action)
-
-
 class Runner(Protocol):
     """Runs the micro-batches of a step, all of one shape."""
 
-    observers: list[PassObserver]
-    """Receive the actions of each training step; evaluations are not observed."""
     keeps_gradients: bool
     """Whether gradients are views of all-reduce buckets, which are zeroed between steps, not freed."""
 
@@ -118,7 +89,7 @@ class BatchInvariantRunner:
     """Another runner, whose results do not depend on the other sequences of a pass (`model/batch_invariant.py`)."""
 
     def __init__(self, runner: Runner) -> None:
-        self.runner, self.observers, self.keeps_gradients = runner, runner.observers, runner.keeps_gradients
+        self.runner, self.keeps_gradients = runner, runner.keeps_gradients
 
     def train(self, microbatches: Sequence[Microbatch], loss: Loss) -> Tensor:
         with batch_invariant():
@@ -135,28 +106,26 @@ class BatchInvariantRunner:
 class SequentialRunner:
     """Runs the whole model on this rank: forward and backward of one micro-batch after another."""
 
-    def __init__(self, model: nn.Module, engine: DataEngine, graphs: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, engine: DataEngine, graphs: bool = False, observer: Observer = NO_OBSERVER
+    ) -> None:
         """`graphs`: blocks are replayed as CUDA graphs, which overwrite the outputs of the previous micro-batch."""
-        self.model, self.engine, self.graphs = model, engine, graphs
+        self.model, self.engine, self.graphs, self.observer = model, engine, graphs, observer
         self.keeps_gradients = engine.keeps_gradients
-        self.observers: list[PassObserver] = []
 
     def train(self, microbatches: Sequence[Microbatch], loss: Loss) -> Tensor:
-        for observer in self.observers:
-            observer.begin_step()
-        total = torch.zeros((), dtype=torch.float64, device=microbatches[0].tokens_BT.device)
-        for number, microbatch in enumerate(microbatches):
-            last = microbatch is microbatches[-1]
-            with observed(self.observers, Action(0, "F", number)):
-                part = loss(self._outputs(microbatch), *microbatch.read_by_loss)
-            with observed(self.observers, Action(0, "B", number)):
-                self.engine.before_backward(split=False, last=last)
-                part.sum().backward()
-                self.engine.after_gradients(split=False, last=last)
-            total = total + part.detach().double()
-        self.engine.end_step()
-        for observer in self.observers:
-            observer.end_step()
+        with self.observer.during(StepPasses(microbatches)):
+            total = torch.zeros((), dtype=torch.float64, device=microbatches[0].tokens_BT.device)
+            for number, microbatch in enumerate(microbatches):
+                last = microbatch is microbatches[-1]
+                with self.observer.during(Action(0, "F", number)):
+                    part = loss(self._outputs(microbatch), *microbatch.read_by_loss)
+                with self.observer.during(Action(0, "B", number)):
+                    self.engine.before_backward(split=False, last=last)
+                    part.sum().backward()
+                    self.engine.after_gradients(split=False, last=last)
+                total = total + part.detach().double()
+            self.engine.end_step()
         return total
 
     def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> Tensor:

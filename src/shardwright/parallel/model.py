@@ -18,7 +18,7 @@ from shardwright.parallel.data import MasterWeights
 from shardwright.parallel.mesh import Groups
 from shardwright.parallel.microbatch_runner import Runner
 from shardwright.parallel.norm import as_part
-from shardwright.parallel.offload import ActivationsOnHost
+from shardwright.parallel.observer import Observers
 from shardwright.parallel.pipeline.tied import TiedParameters, first_of_each
 from shardwright.parallel.placement import ExpertPlaces
 from shardwright.parallel.replicas import sum_replica_gradients
@@ -60,14 +60,14 @@ class ParallelModel:
         masters: Sequence[MasterWeights] = (),
         expert_mesh: DeviceMesh | None = None,
         compression_state: Mapping[str, Tensor] | None = None,
-        on_host: Sequence[ActivationsOnHost] = (),
+        observers: Observers | None = None,
     ) -> None:
         """`named`: the parameters of each part that are optimised and saved; `plain`: the plain tensors that a part
         computes with where the former are DTensors; `holders`: the ranks of `pp` that hold each parameter of the whole
         model; `stage_groups`: the process groups of these sets of ranks; `masters`: of each part, where it
         computes with copies of the parameters; `expert_mesh`: the mesh of the experts, where it is another than the
         mesh of the other parameters; `compression_state`: the state that compressed gradients keep between steps, by
-        `KIND/NAME`; `on_host`: the activations that each part keeps on the host, if the layout has them there."""
+        `KIND/NAME`; `observers`: receive the events of the parts and the runner."""
         self.spec, self.parts, self.runner = spec, parts, runner
         self.layout, self.mesh, self.groups = layout, mesh, groups
         self.tied = TiedParameters(named, plain, holders, stage_groups)
@@ -84,7 +84,7 @@ class ParallelModel:
         """For each parameter of the whole model, the ranks of `pp` that hold it."""
         self.holders = [len(holders[name]) for name in self.named_parameters]
         """For each of `named_parameters`, how many ranks of `pp` hold it."""
-        self.expert_mesh, self.masters, self.on_host = expert_mesh, masters, on_host
+        self.expert_mesh, self.masters, self.observers = expert_mesh, masters, observers or Observers()
         self.compression_state = dict(compression_state or {})
         """A checkpoint contains it."""
         self.losses = LossScale(parts)

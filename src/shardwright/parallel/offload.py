@@ -27,14 +27,15 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwright.parallel.norm import local_part
+from shardwright.parallel.observer import NO_OBSERVER, Observer, TensorCopy
 from shardwright.system.torch_private import FakeTensor, storage_id, tensor_version
 
 
 class ActivationsOnHost:
     """Keeps the activations of the layers of one part of the model on the host."""
 
-    def __init__(self, device: torch.device, min_bytes: int) -> None:
-        self.device, self.min_bytes = device, min_bytes
+    def __init__(self, device: torch.device, min_bytes: int, observer: Observer = NO_OBSERVER) -> None:
+        self.device, self.min_bytes, self.observer = device, min_bytes, observer
         self._down, self._up = (torch.cuda.Stream(device) if pins(device) else None for _ in range(2))
         self._known: WeakValueDictionary[int, _StorageVersion] = WeakValueDictionary()
         """Copies of the current forward pass, by their storage."""
@@ -90,11 +91,13 @@ class ActivationsOnHost:
     def copy_out(self, on_device: Tensor) -> Tensor:
         """Return a copy in host memory."""
         on_host = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=pins(self.device))
+        self.observer.transfer(TensorCopy(to_host=True, n_bytes=on_device.nbytes, activations=on_host))
         return on_host.copy_(on_device, non_blocking=True)
 
     def copy_in(self, on_host: Tensor) -> Tensor:
         """Return a copy in device memory."""
         on_device = torch.empty(on_host.shape, dtype=on_host.dtype, device=self.device)
+        self.observer.transfer(TensorCopy(to_host=False, n_bytes=on_host.nbytes, activations=on_device))
         with _on(self._up):
             return on_device.copy_(on_host, non_blocking=True)
 

@@ -18,7 +18,7 @@ notice. No other module of the package may use a private name; it imports the fu
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -202,14 +202,10 @@ def shard_of(parameter: FSDPParam) -> Tensor:
     return parameter._sharded_param_data
 
 
-def set_shard(parameter: FSDPParam, shard: Tensor) -> None:
-    """Replace the tensor that `shard_of` returns."""
-    parameter._sharded_param_data = shard
-
-
 def secondary_shard_of(parameter: FSDPParam) -> Tensor | None:
-    """Return this rank's part of a gathered parameter that is kept for the backward pass (secondary shard)."""
-    return parameter._sharded_post_forward_param_data
+    """Return this rank's part of a gathered parameter that is kept for the backward pass (secondary shard),
+    or None."""
+    return getattr(parameter, "_sharded_post_forward_param_data", None)
 
 
 def set_secondary_shard(parameter: FSDPParam, shard: Tensor | None) -> None:
@@ -276,11 +272,6 @@ class TorchAttribute(NamedTuple):
 
 CHUNKS_OF_PARAMETER = TorchAttribute(_fsdp_param, "_chunk_with_empty")
 """(tensor, number of chunks, dim) -> the part of a parameter for each rank."""
-GATHER_PARAMETERS = TorchAttribute(_fsdp_param_group, "foreach_all_gather")
-REDUCE_GRADIENTS = TorchAttribute(_fsdp_param_group, "foreach_reduce")
-WAIT_FOR_PARAMETERS = TorchAttribute(FSDPParamGroup, "wait_for_unshard")
-SHARDS_TO_GATHER = TorchAttribute(FSDPParam, "all_gather_inputs")
-"""A property: the tensors of a parameter that this rank sends in an all-gather."""
 SHAPE_OF_WHOLE = TorchAttribute(ShardingPropagator, "_propagate_tensor_meta_non_cached")
 """DTensor runs an operation here on fake tensors of the unsharded sizes to infer the shape of its result."""
 
@@ -294,6 +285,67 @@ def replaced(place: TorchAttribute, make: Callable[[Any], Any]) -> Iterator[None
         yield
     finally:
         setattr(place.owner, place.name, before)
+
+
+@contextmanager
+def observed_shards(
+    gather: Callable[[list[FSDPParam]], None],
+    shard_to_gather: Callable[[FSDPParam], Tensor],
+    reduced: Callable[[list[FSDPParam]], None],
+) -> Iterator[None]:
+    """During the block, call `gather(parameters)` before FSDP2 gathers shards, gather `shard_to_gather(parameter)`
+    instead of the shard, and call `reduced(parameters)` after the gradient shards are complete.
+
+    PyTorch 2.13 has no public hook at these places: hooks of modules run before prefetched groups are gathered, and
+    `set_custom_all_gather` and `set_custom_reduce_scatter` are not called for groups of one rank. So this function
+    replaces four private attributes of FSDP2; nothing else in the package does.
+    """
+
+    def gathering(start: Callable[..., Any]) -> Callable[..., Any]:
+        def report_and_start(parameters: list[FSDPParam], *args: Any, **kwargs: Any) -> Any:
+            gather(parameters)
+            return start(parameters, *args, **kwargs)
+
+        return report_and_start
+
+    def waiting(wait: Callable[..., Any]) -> Callable[..., Any]:
+        def report_and_wait(group: FSDPParamGroup) -> None:
+            result = pending_gather(group)
+            if result is not None and not result.all_gather_input_split_sizes:  # one rank: the copy is made only now
+                gather(group.fsdp_params)
+            wait(group)
+
+        return report_and_wait
+
+    def inputs(own: Any) -> Any:
+        def inputs_of(parameter: FSDPParam) -> Any:
+            shard = parameter._sharded_param_data
+            parameter._sharded_param_data = shard_to_gather(parameter)
+            try:
+                return own.fget(parameter)
+            finally:
+                parameter._sharded_param_data = shard
+
+        return property(inputs_of)
+
+    def reducing(reduce: Callable[..., Any]) -> Callable[..., Any]:
+        def reduce_and_report(parameters: list[FSDPParam], *args: Any, **kwargs: Any) -> Any:
+            result = reduce(parameters, *args, **kwargs)
+            if result[-1] is None:  # otherwise the reduced gradient waits on the device for the sum over replicas
+                reduced(parameters)
+            return result
+
+        return reduce_and_report
+
+    with ExitStack() as stack:
+        for place, make in (
+            (TorchAttribute(_fsdp_param_group, "foreach_all_gather"), gathering),
+            (TorchAttribute(_fsdp_param_group, "foreach_reduce"), reducing),
+            (TorchAttribute(FSDPParamGroup, "wait_for_unshard"), waiting),
+            (TorchAttribute(FSDPParam, "all_gather_inputs"), inputs),
+        ):
+            stack.enter_context(replaced(place, make))
+        yield
 
 
 def start_fake_world(rank: int, world_size: int) -> None:

@@ -13,7 +13,6 @@ from shardwright.parallel.model import ParallelModel
 from shardwright.runs.folder import OFFLOADED
 from shardwright.training.average import WeightAverage
 from shardwright.training.checkpoint.manifest import BaseRecord
-from shardwright.training.clock import Phases
 from shardwright.training.device import DTYPES
 from shardwright.training.loss_scale import loss_scaler
 from shardwright.training.offload.scratch import OffloadFile, scratch_file
@@ -57,14 +56,14 @@ def build_trainer(
     compiled: bool,
     opened: Callable[[Path, int], OffloadFile] = scratch_file,
     spikes: SpikeGuard | None = None,
-    phases: Phases | None = None,
     base: BaseRecord | None = None,
 ) -> Trainer:
     """Return the trainer of a run. `compiled`: whether the loss is compiled. `opened`: as for
-    `training.offload.states.Disk`. `spikes`, `phases`, `base`: as for `Trainer`."""
+    `training.offload.states.Disk`. `spikes`, `base`: as for `Trainer`."""
+    where = states_of(config, opened)
     return Trainer(
         model,
-        build_optimizer(model.named_parameters, model.spec, config.optimizer, states_of(config, opened)),
+        build_optimizer(model.named_parameters, model.spec, config.optimizer, where, model.observers),
         device=device,
         seed=config.seed,
         clip_norm=config.optimizer.clip_norm,
@@ -73,7 +72,6 @@ def build_trainer(
         scaler=loss_scaler(config.precision),
         preference=config.preference,
         spikes=spikes,
-        phases=phases,
         average=None if config.average.kind == "none" else WeightAverage(model, config.average, config.steps),
         base=base,
     )

@@ -1,52 +1,50 @@
-"""Timing of the phases of a step, without synchronizing with the accelerator."""
+"""Timing of the phases and actions of a step, without synchronizing with the accelerator."""
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import Protocol
+from typing import Any, TypeVar
 
 import torch
 from torch.profiler import record_function
 
-from shardwright.parallel.pipeline.runner import Mark, in_epoch_s, mark, seconds
-from shardwright.system.ranks_at import Phase
+from shardwright.parallel.observer import Observer, Running, StepPasses, StepPhase
+from shardwright.schedule.actions import Action
+
+Mark = float | torch.cuda.Event
+T = TypeVar("T")
 
 
-class Phases(Protocol):
-    """Receives the start and end of each phase of a step: the clock and the hang monitor of a run, the recorder of a
-    dry run."""
-
-    def begin(self, phase: Phase, step: int) -> None:
-        """A phase of step number `step` (0-based) starts."""
-
-    def end(self, phase: Phase) -> None:
-        """The phase ends."""
-
-
-class NoPhases:
-    """Phases without a receiver."""
-
-    def begin(self, phase: Phase, step: int) -> None:
-        """Do nothing."""
-
-    def end(self, phase: Phase) -> None:
-        """Do nothing."""
-
-
-class PhaseClock:
+class PhaseClock(Observer):
     """Splits time into named phases: each `mark` ends the phase that it names and starts the next one.
 
-    On a GPU, a phase is measured between events in the stream, which do not synchronize until `read`.
+    On a GPU, a phase is measured between events in the stream, which do not synchronize until `read`. A trace of
+    torch.profiler shows the phases by name.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._traced = ExitStack()
         self.own_s: list[float] = []
         """This rank's own seconds in each step since the last `restart`, without waiting for other ranks: the time
         for its data, plus the CPU time of this thread in the forward and backward passes. A waiting thread uses no
         CPU time, and time in which other programs use the core is not counted. Not measured on a GPU."""
         self.restart()
+
+    def begin(self, running: Running) -> None:
+        """Start a phase. The phase "data" starts a step."""
+        if isinstance(running, StepPhase):
+            self._traced.close()
+            self._traced.enter_context(record_function(running.phase))
+            if running.phase == "data":
+                self.begin_step()
+
+    def end(self, running: Running) -> None:
+        """Assign the time since the end of the previous phase to this one."""
+        if isinstance(running, StepPhase):
+            self._traced.close()
+            self.mark(running.phase)
 
     def restart(self) -> None:
         """Discard all measurements; the next phase starts now."""
@@ -88,23 +86,50 @@ class PhaseClock:
         return in_epoch_s(self._spans, self.device)
 
 
-class RunPhases:
-    """The phases of a run: the clock measures them, `enter` reports the start of each phase to the hang monitor, and a
-    trace of torch.profiler shows them by name."""
+class StepTimeline(Observer):
+    """The start and end of the actions of one step; on a GPU as CUDA events, which do not slow the step down."""
 
-    def __init__(self, clock: PhaseClock, enter: Callable[[Phase, int], None]) -> None:
-        self.clock, self._enter = clock, enter
-        self._traced = ExitStack()
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._start = mark(device)
+        self._marks: list[tuple[Action, Mark, Mark]] = []
 
-    def begin(self, phase: Phase, step: int) -> None:
-        """Start a phase. The phase "data" starts a step."""
-        self._traced.close()
-        self._enter(phase, step)
-        self._traced.enter_context(record_function(phase))
-        if phase == "data":
-            self.clock.begin_step()
+    def begin(self, running: Running) -> None:
+        """Record the start of an action; discard the previous step at the start of the passes."""
+        if isinstance(running, Action):
+            self._start = mark(self.device)
+        elif isinstance(running, StepPasses):
+            self._marks.clear()
 
-    def end(self, phase: Phase) -> None:
-        """Assign the time since the end of the previous phase to this one."""
-        self._traced.close()
-        self.clock.mark(phase)
+    def end(self, running: Running) -> None:
+        """Record the end of an action."""
+        if isinstance(running, Action):
+            self._marks.append((running, self._start, mark(self.device)))
+
+    def spans(self) -> list[tuple[Action, float, float]]:
+        """Return each action of the last step with its start and end, in seconds since the epoch, so that timelines of
+        several ranks can be combined. Synchronises with the device."""
+        return in_epoch_s(self._marks, self.device)
+
+
+def in_epoch_s(spans: Iterable[tuple[T, Mark, Mark]], device: torch.device) -> list[tuple[T, float, float]]:
+    """Return spans between marks of `device` in seconds since the epoch; synchronises with the device."""
+    now = mark(device)
+    if not isinstance(now, float):
+        now.synchronize()
+    now_s = time.time()
+    return [(what, now_s - seconds(start, now), now_s - seconds(end, now)) for what, start, end in spans]
+
+
+def mark(device: torch.device) -> Mark:
+    """Return the current time; on a GPU an event on the current stream."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds(start: Any, end: Any) -> float:
+    """Return the seconds between two completed marks of one device."""
+    return float(end - start) if isinstance(start, float) else float(start.elapsed_time(end)) / 1000

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from shardwright.config import RunConfig
 from shardwright.data.batches import Batches
+from shardwright.parallel.observer import StepPhase
 from shardwright.runs.records import Record
 from shardwright.system.signals import on_signals
-from shardwright.training.clock import Phases
 from shardwright.training.hooks import Due, Hook, RunStart, TakenStep, due_after
 from shardwright.training.schedule import learning_rate
 from shardwright.training.step import Trainer
@@ -42,15 +42,14 @@ class TrainLoop:
         trainer: Trainer,
         hooks: Sequence[Hook],
         batches: Callable[[RunStart], Batches],
-        phases: Phases,
         asked_to_stop: Callable[[], bool],
         has_data: Callable[[Batches, Callable[[], None]], bool] = lambda batches, beat: True,
     ) -> None:
         """`batches`: opens the batches after a start. `asked_to_stop`: returns whether a signal asked any rank to
         stop, equal on every rank. `has_data`: waits for the next batch (`PublishedSamples.wait`)."""
         self.config, self.trainer, self.hooks = config, trainer, hooks
-        self.batches, self.phases, self.asked_to_stop, self.has_data = batches, phases, asked_to_stop, has_data
-        self.step = 0
+        self.batches, self.asked_to_stop, self.has_data = batches, asked_to_stop, has_data
+        self.observers, self.step = trainer.model.observers, 0
         trainer.take_steps_if(self._takes_step)
 
     def run(self, start: RunStart) -> int:
@@ -69,18 +68,18 @@ class TrainLoop:
             for hook in self.hooks:
                 hook.on_start(start)
             while self.step < self.config.steps and not self.asked_to_stop():
-                if not self.has_data(batches, lambda: self.phases.begin("data", self.step)):
+                if not self.has_data(batches, lambda: self.observers.begin(StepPhase("data", self.step))):
                     break
                 taken = self._take(batches)
                 self.step = taken.step
                 for hook in self.hooks:
                     if (back := hook.after_step(taken)) is not None:
                         return back
-                self.phases.begin("log", self.step - 1)
+                self.observers.begin(StepPhase("log", self.step - 1))
                 self._follow(taken)
                 for hook in self.hooks:
                     hook.end_step(taken)
-                self.phases.begin("agreement", self.step)
+                self.observers.begin(StepPhase("agreement", self.step))
             if taken is not None and self.step < self.config.steps:
                 self._stop(taken)
         return self.step
@@ -89,9 +88,8 @@ class TrainLoop:
         """Take one step on the next batch."""
         for hook in self.hooks:
             hook.before_step(self.step)
-        self.phases.begin("data", self.step)
-        first_sample, batch = batches.next_sample, next(batches)
-        self.phases.end("data")
+        with self.observers.during(StepPhase("data", self.step)):
+            first_sample, batch = batches.next_sample, next(batches)
         config, trainer, skipped = self.config, self.trainer, self.trainer.skipped_steps
         # As in Megatron-LM, a skipped step does not advance the learning rate.
         rate = learning_rate(self.step - skipped, config.steps, config.optimizer.lr, config.lr_schedule, config.clock)

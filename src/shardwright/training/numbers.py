@@ -17,11 +17,12 @@ from shardwright.model.balance import entropy, max_over_mean
 from shardwright.model.sections import MoESpec
 from shardwright.parallel.expert import take_sent_bytes
 from shardwright.parallel.model import ExpertLoad
+from shardwright.parallel.observer import StepPhase
 from shardwright.parallel.preference import METRICS
 from shardwright.parallel.similarity import similar_experts, similar_routers
 from shardwright.runs.folder import MOST_LOADS_LOGGED, PHASES, now
 from shardwright.runs.records import EvaluationRecord, Record, TrainRecord, lacks_evaluation
-from shardwright.training.clock import PhaseClock, Phases
+from shardwright.training.clock import PhaseClock
 from shardwright.training.device import DTYPES, peak_flops_per_s, peak_memory_bytes
 from shardwright.training.hooks import Hook, RunStart, TakenStep, due_after
 from shardwright.training.resuming import from_first
@@ -142,11 +143,10 @@ class Evaluate(Hook):
         trainer: Trainer,
         samples: RunSamples,
         log: RunLog,
-        phases: Phases,
         config: RunConfig,
         asked_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.trainer, self.samples, self.log, self.phases = trainer, samples, log, phases
+        self.trainer, self.samples, self.log = trainer, samples, log
         self.config, self.asked_to_stop, self._stopped = config, asked_to_stop, False
 
     def on_start(self, start: RunStart) -> None:
@@ -160,14 +160,13 @@ class Evaluate(Hook):
         sources = self.samples.sources
         if not sources.validation:
             return
-        self.phases.begin("evaluation", step)
-        means = self._means(step)
-        averaged: dict[str, list[float]] | None = {}
-        if self.trainer.average is not None and means:
-            with self.trainer.average.applied(step) as applied:
-                averaged = self._means(step) if applied else {}
-        similar_L3 = similar_experts(self.trainer.model)
-        self.phases.end("evaluation")
+        with self.trainer.model.observers.during(StepPhase("evaluation", step)):
+            means = self._means(step)
+            averaged: dict[str, list[float]] | None = {}
+            if self.trainer.average is not None and means:
+                with self.trainer.average.applied(step) as applied:
+                    averaged = self._means(step) if applied else {}
+            similar_L3 = similar_experts(self.trainer.model)
         if means is None or averaged is None:
             what = "evaluation" if means is None else "evaluation of the averaged weights"
             self.log.say(f"{what} after step {step} not finished: the run was asked to stop; a resumed run repeats it")

@@ -13,6 +13,7 @@ from shardwright.config import OptimizerSection
 from shardwright.model.modules import row_of
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.norm import as_part, local_part
+from shardwright.parallel.observer import NO_OBSERVER, Observer
 from shardwright.training.offload.on_disk import OptimizerOnDisk
 from shardwright.training.offload.on_host import OptimizerOnHost
 from shardwright.training.offload.states import Disk, Host, OffloadedParameter, StoredTensor, Where
@@ -20,14 +21,20 @@ from shardwright.training.on_shards import STORED_NARROW, OptimizerOnShards
 
 
 def build_optimizer(
-    parameters: Mapping[str, nn.Parameter], spec: ModelSpec, config: OptimizerSection, where: Where = None
+    parameters: Mapping[str, nn.Parameter],
+    spec: ModelSpec,
+    config: OptimizerSection,
+    where: Where = None,
+    observer: Observer = NO_OBSERVER,
 ) -> Optimizer:
     """Build the run's optimizer for `parameters`, by global name, with the learning rate and weight decay of their
-    kinds. The states are allocated at `where`."""
-    return make_optimizer(parameter_groups(parameters, spec, config), config, where)
+    kinds. The states are allocated at `where`; `observer` receives copies and updates outside of the device."""
+    return make_optimizer(parameter_groups(parameters, spec, config), config, where, observer)
 
 
-def make_optimizer(groups: list[dict[str, Any]], config: OptimizerSection, where: Where = None) -> Optimizer:
+def make_optimizer(
+    groups: list[dict[str, Any]], config: OptimizerSection, where: Where = None, observer: Observer = NO_OBSERVER
+) -> Optimizer:
     """Build the run's optimizer for groups of parameters (`parameter_groups`).
 
     The states are allocated here instead of in the first step, so that a run that does not fit fails at its start, and
@@ -57,9 +64,9 @@ def make_optimizer(groups: list[dict[str, Any]], config: OptimizerSection, where
                 for name, shape in shapes.items()
             }
     if isinstance(where, Disk):
-        return OptimizerOnDisk(optimizer, members, where)
+        return OptimizerOnDisk(optimizer, members, where, observer)
     if isinstance(where, Host):
-        return OptimizerOnHost(optimizer, members, where)
+        return OptimizerOnHost(optimizer, members, where, observer)
     return OptimizerOnShards(optimizer) if config.kind.by_element else optimizer
 
 

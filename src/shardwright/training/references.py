@@ -24,11 +24,11 @@ from shardwright.model.modules import row_of
 from shardwright.model.quantised import decode, stored_row
 from shardwright.model.row import Row
 from shardwright.parallel.model import ParallelModel
+from shardwright.parallel.observer import StepPhase
 from shardwright.runs.folder import REFERENCE
 from shardwright.system.errors import DataError
 from shardwright.system.files import inside, write_whole
 from shardwright.training.checkpoint.plan import TensorPiece, plan_of
-from shardwright.training.clock import Phases
 from shardwright.training.forward_backward import ForwardBackward
 from shardwright.training.hooks import RunStart
 from shardwright.training.run_log import RunLog
@@ -39,11 +39,11 @@ _DIGESTED_TOGETHER = 2**20
 
 
 def run_references(
-    config: RunConfig, work: ForwardBackward, sources: Sources, start: RunStart, log: RunLog, phases: Phases
+    config: RunConfig, work: ForwardBackward, sources: Sources, start: RunStart, log: RunLog
 ) -> RunReferences | None:
     """Return the references of a run that starts at `start`; None for a run on the next token. Every rank calls this.
 
-    The forward pass over the pairs is reported to `phases` as evaluation. Raises DataError for a resumed run whose file
+    The forward pass over the pairs is reported as evaluation. Raises DataError for a resumed run whose file
     is missing, damaged, of other data or weights, or without a split.
     """
     if config.preference.kind == "none":
@@ -58,7 +58,7 @@ def run_references(
         values = read_references(path, fingerprint, start.reference, splits, start.step)
         return RunReferences(sources, values, start.reference)
     digest = weights_digest(work.model)
-    values = {name: reference_log_probs(config, work, split, phases) for name, split in splits.items()}
+    values = {name: reference_log_probs(config, work, split) for name, split in splits.items()}
     if dist.get_rank() == 0:
         write_whole(path, save(values, {"fingerprint": fingerprint, "weights": digest}))
     n_answers = sum(map(len, values.values()))
@@ -66,23 +66,24 @@ def run_references(
     return RunReferences(sources, values, digest)
 
 
-def reference_log_probs(config: RunConfig, work: ForwardBackward, samples: Samples, phases: Phases) -> np.ndarray:
+def reference_log_probs(config: RunConfig, work: ForwardBackward, samples: Samples) -> np.ndarray:
     """Return the log-probability of each document of a split of pairs under the current weights, float64, equal on all
     ranks."""
     assert isinstance(samples, PairSamples), samples
     total = torch.zeros(samples.split.n_documents, dtype=torch.float64, device=work.device)
     batches = split_batches(config, dist.get_rank(), samples, lambda i: values_of_answers(None, samples, i))
     documents: list[list[int]] = []
+    phase = StepPhase("evaluation", 0)
 
     def noted() -> Iterator[Batch]:
         for batch in batches:
-            phases.begin("evaluation", 0)  # a limit of its own for each micro-batch, as the whole pass takes long
+            work.model.observers.begin(phase)  # a limit of its own for each micro-batch, as the whole pass takes long
             indices = [i for i in batch.sample_ids_AB.flatten().tolist() if i != PADDING_ID]
             documents.append([document for i in indices for document in samples.answers(i)])
             yield batch
 
     results: list[Tensor] = work.document_log_probs(noted())
-    phases.end("evaluation")
+    work.model.observers.end(phase)
     for numbers, values_D in zip(documents, results, strict=True):
         total[torch.tensor(numbers, dtype=torch.int64, device=work.device)] = values_D
     log_probs: np.ndarray = work.model.sum_over_samples(total).cpu().numpy()

@@ -16,7 +16,7 @@ from shardwright.system.units import counted
 from shardwright.training.base_weights import base_record, fill_base
 from shardwright.training.build import build_model, build_trainer
 from shardwright.training.checkpoint.state import checkpoint_bytes
-from shardwright.training.clock import PhaseClock, RunPhases
+from shardwright.training.clock import PhaseClock
 from shardwright.training.device import configure_malloc
 from shardwright.training.expert_places import PlaceExperts
 from shardwright.training.gpu import check_gpu
@@ -33,7 +33,7 @@ from shardwright.training.references import run_references
 from shardwright.training.resilience.after_spike import AfterSpike, ReportSkipped
 from shardwright.training.resilience.copies import CompareCopies
 from shardwright.training.resilience.finite import StopAtNotFinite
-from shardwright.training.resilience.monitor import AnyMonitor, monitored, record_collectives
+from shardwright.training.resilience.monitor import Monitor, monitored, record_collectives
 from shardwright.training.resilience.spikes import spike_guard
 from shardwright.training.resilience.stragglers import WatchStragglers
 from shardwright.training.resuming import RunCheckpoints
@@ -72,7 +72,12 @@ def run(config: RunConfig, place: ProcessRank, quiet: bool = False) -> bool:
 
 
 def _run(
-    config: RunConfig, place: ProcessRank, device: torch.device, quiet: bool, monitor: AnyMonitor, remarks: list[str]
+    config: RunConfig,
+    place: ProcessRank,
+    device: torch.device,
+    quiet: bool,
+    monitor: Monitor | None,
+    remarks: list[str],
 ) -> bool:
     """Return whether a signal stopped the run before its last step. The parts of the run are deleted on return,
     before the process group is destroyed."""
@@ -81,14 +86,15 @@ def _run(
     require_host_memory(config)
     compiled = config.precision.compile
     model = build_model(config, device, compiled=compiled)
-    monitor.name_modules(model.parts)
+    if monitor is not None:
+        monitor.observe(model)
     clock = PhaseClock(device)
-    phases = RunPhases(clock, monitor.enter)
+    model.observers.add(clock)
     guard = spike_guard(config.faults, model, device)
     base = base_record(config)
     if base is not None:
         fill_base(model, base)
-    trainer = build_trainer(config, model, device, compiled=compiled, spikes=guard, phases=phases, base=base)
+    trainer = build_trainer(config, model, device, compiled=compiled, spikes=guard, base=base)
     checkpoints = RunCheckpoints(config, trainer, sources, remarks)
     start = checkpoints.start()
     require_shards(config, sources, start)
@@ -101,15 +107,15 @@ def _run(
     if start.checkpoint is None and config.init.weights is not None:
         remarks += begin_with(trainer, config.init)
     log = RunLog(config, place.rank, quiet, start.step)
-    references = run_references(config, trainer, sources, start, log, phases)
+    references = run_references(config, trainer, sources, start, log)
     samples = RunSamples(config, sources, place.rank, device, start, references)
-    saving = SaveCheckpoints(config, checkpoints, trainer, samples, log, phases)
+    saving = SaveCheckpoints(config, checkpoints, trainer, samples, log)
     stop = StopRequest()
     trained = TrainedShards(config, samples, checkpoints.store, place.rank)
-    hooks = build_hooks(config, place, device, trainer, samples, log, clock, phases, saving, stop.everyone)
+    hooks = build_hooks(config, place, device, trainer, samples, log, clock, saving, stop.everyone)
     hooks = [*hooks, *([trained] if trained.places else [])]
     published = PublishedSamples(samples, lambda: stop.requested, log.say, trained.tell)
-    loop = TrainLoop(config, trainer, hooks, samples.batches, phases, stop.everyone, published.wait)
+    loop = TrainLoop(config, trainer, hooks, samples.batches, stop.everyone, published.wait)
     with log.screen, stop.listening():
         _report_start(config, start, checkpoints, log)
         if log.writes and start.step < config.steps:
@@ -158,14 +164,13 @@ def build_hooks(
     samples: RunSamples,
     log: RunLog,
     clock: PhaseClock,
-    phases: RunPhases,
     saving: SaveCheckpoints,
     asked_to_stop: Callable[[], bool],
 ) -> Sequence[Hook]:
     """Return the hooks of the run, in the order in which they are called."""
     layout = config.layout.layout()
     after_spike = AfterSpike(config.faults, trainer, samples, log, saving.newest_checkpoint)
-    timeline = timeline_file(config, trainer.model.runner, place.rank)
+    timeline = timeline_file(config, trainer.model, device, place.rank)
     # A rank's own time is not measured on a GPU.
     compared = device.type == "cpu" and layout.world_size > 1
     return [
@@ -175,7 +180,7 @@ def build_hooks(
         LogNumbers(config, trainer, samples, device, clock, log),
         StopAtNotFinite(trainer, after_spike),
         *([WatchStragglers(layout, trainer, clock, log)] if compared else []),
-        Evaluate(trainer, samples, log, phases, config, asked_to_stop),
+        Evaluate(trainer, samples, log, config, asked_to_stop),
         *([] if trainer.model.places is None else [PlaceExperts(config, trainer, log)]),
         CompareCopies(config.faults.check_copies_every, trainer, log),
         *(kind.make(RunParts(config, trainer, log)) for kind in HOOKS.values()),

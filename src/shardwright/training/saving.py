@@ -6,13 +6,13 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from shardwright.config import RunConfig
+from shardwright.parallel.observer import StepPhase
 from shardwright.runs.folder import step_of
 from shardwright.system.errors import CheckpointError, CopiesError, SaveError, SpikeError, cleaning_up
 from shardwright.system.units import format_bytes, format_seconds
 from shardwright.training.checkpoint.durable import Copier
 from shardwright.training.checkpoint.manifest import DataRecord, TrainingProgress
 from shardwright.training.checkpoint.saver import Saver
-from shardwright.training.clock import Phases
 from shardwright.training.hooks import Due, Hook, RunStart, TakenStep, due
 from shardwright.training.kept import kept_run_file
 from shardwright.training.resuming import RunCheckpoints, from_first
@@ -31,9 +31,8 @@ class SaveCheckpoints(Hook):
         trainer: Trainer,
         samples: RunSamples,
         log: RunLog,
-        phases: Phases,
     ) -> None:
-        self.config, self.samples, self.log, self.phases = config, samples, log, phases
+        self.config, self.samples, self.log, self.observers = config, samples, log, trainer.model.observers
         self.checkpoints, self.store = checkpoints, checkpoints.store
         section = config.checkpoint
         self.local, self.durable = checkpoints.local, checkpoints.durable
@@ -74,10 +73,9 @@ class SaveCheckpoints(Hook):
 
     def on_save(self, taken: TakenStep) -> None:
         self.tell()
-        self.phases.begin("checkpoint", taken.step)
-        progress = TrainingProgress(taken.step, taken.samples[1], self.config.seed, tuple(self.samples.left_out))
-        self.save(progress, self.samples.described(taken.step), taken.due)
-        self.phases.end("checkpoint")
+        with self.observers.during(StepPhase("checkpoint", taken.step)):
+            progress = TrainingProgress(taken.step, taken.samples[1], self.config.seed, tuple(self.samples.left_out))
+            self.save(progress, self.samples.described(taken.step), taken.due)
 
     def end_step(self, taken: TakenStep) -> None:
         if not (taken.due.save or taken.due.save_locally):

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from shardwright.config.sections import NO_PREFERENCE, PreferenceSection
 from shardwright.data.batches import Batch
 from shardwright.parallel.model import ParallelModel
+from shardwright.parallel.observer import StepPhase
 from shardwright.training.average import WeightAverage
 from shardwright.training.checkpoint.manifest import BaseRecord
-from shardwright.training.clock import NoPhases, Phases
 from shardwright.training.forward_backward import ForwardBackward
 from shardwright.training.loss_scale import LossScaler
 from shardwright.training.optimizer import set_learning_rate
@@ -52,12 +52,11 @@ class Trainer(ForwardBackward):
         scaler: LossScaler | None = None,
         preference: PreferenceSection = NO_PREFERENCE,
         spikes: SpikeGuard | None = None,
-        phases: Phases | None = None,
         average: WeightAverage | None = None,
         base: BaseRecord | None = None,
     ) -> None:
-        """`average` takes in the weights after each `step`. `spikes` judges each step before weights change. `phases`
-        receives the start and end of each phase of a step. `base`: the frozen weights of a run with adapters."""
+        """`average` takes in the weights after each `step`. `spikes` judges each step before weights change.
+        `base`: the frozen weights of a run with adapters. Phases are reported to the model's observers."""
         super().__init__(
             model,
             device=device,
@@ -70,7 +69,6 @@ class Trainer(ForwardBackward):
         self.optimizer = optimizer
         self.clip_norm = clip_norm
         self.spikes = spikes
-        self.phases: Phases = phases or NoPhases()
         self.average, self.base = average, base
         self._before_change: list[Callable[[], None]] = []
         self._rules: list[Callable[[Tensor], bool]] = []
@@ -118,9 +116,8 @@ class Trainer(ForwardBackward):
         return result
 
     def _try(self, batch: Batch, step: int, rate: float) -> StepResult:
-        self.phases.begin("forward_backward", step)
-        loss_part, n_targets, mtp_part, pair_parts = self.forward_backward(batch, step)
-        self.phases.end("forward_backward")
+        with self.model.observers.during(StepPhase("forward_backward", step)):
+            loss_part, n_targets, mtp_part, pair_parts = self.forward_backward(batch, step)
         if self.lacks_targets:
             self.local_norms = []
             if self.spikes is not None:
@@ -128,9 +125,8 @@ class Trainer(ForwardBackward):
             return StepResult(loss_part, torch.zeros_like(loss_part), n_targets, mtp_part, pair_parts)
         if self.spikes is not None:
             self._loss_part = loss_part
-        self.phases.begin("optimizer", step)
-        norm = self.update(rate)
-        self.phases.end("optimizer")
+        with self.model.observers.during(StepPhase("optimizer", step)):
+            norm = self.update(rate)
         return StepResult(loss_part, norm, n_targets, mtp_part, pair_parts)
 
     def update(self, rate: float, clip_norm: float | None = None) -> Tensor:

@@ -3,13 +3,15 @@
 from collections import deque
 from pathlib import Path
 
+import torch
+
 from shardwright.config import RunConfig
 from shardwright.layout.box import DENSE_AXES
-from shardwright.parallel.microbatch_runner import Runner
-from shardwright.parallel.pipeline.runner import Pipeline
+from shardwright.parallel.model import ParallelModel
 from shardwright.runs.folder import timeline_path
 from shardwright.runs.records import PipelineStep, Record
 from shardwright.system.files import write_whole
+from shardwright.training.clock import StepTimeline
 from shardwright.training.hooks import Hook, TakenStep
 
 KEPT_STEPS = 4
@@ -24,8 +26,8 @@ class TimelineFile(Hook):
     with an empty file: its first logged step replaces the previous process's file.
     """
 
-    def __init__(self, path: Path, rank: int, pipeline: Pipeline) -> None:
-        self.path, self.rank, self.pipeline = path, rank, pipeline
+    def __init__(self, path: Path, rank: int, timeline: StepTimeline) -> None:
+        self.path, self.rank, self.timeline = path, rank, timeline
         self._lines: deque[str] = deque(maxlen=KEPT_STEPS)
 
     def on_log(self, taken: TakenStep, numbers: Record) -> None:
@@ -33,23 +35,23 @@ class TimelineFile(Hook):
 
     def write(self, step: int) -> None:
         """Add the actions of the last step, number `step`. Synchronizes with the device."""
-        spans = self.pipeline.timeline.spans()
+        spans = self.timeline.spans()
         zero_s = spans[0][1]
         actions = tuple((str(a), round(start - zero_s, 7), round(end - zero_s, 7)) for a, start, end in spans)
         self._lines.append(PipelineStep(step, self.rank, zero_s, actions).line())
         write_whole(self.path, "".join(self._lines).encode(), required=False)
 
 
-def timeline_file(config: RunConfig, runner: Runner, rank: int) -> TimelineFile | None:
+def timeline_file(config: RunConfig, model: ParallelModel, device: torch.device, rank: int) -> TimelineFile | None:
     """Return the file for a rank of the first pipeline, which is at 0 on every axis except `pp`, or None for another
-    rank.
+    rank. From now on the timeline observes the model.
 
     One pipeline is enough to measure the bubble: the others run the same actions on equal amounts of data, and all
     synchronize at the end of a step.
     """
-    if not isinstance(runner, Pipeline):
+    coordinates = model.layout.coordinates(rank)
+    if model.layout.pp == 1 or any(coordinates[axis] for axis in DENSE_AXES if axis != "pp"):
         return None
-    coordinates = config.layout.layout().coordinates(rank)
-    if any(coordinates[axis] for axis in DENSE_AXES if axis != "pp"):
-        return None
-    return TimelineFile(timeline_path(Path(config.out), coordinates["pp"]), coordinates["pp"], runner)
+    timeline = StepTimeline(device)
+    model.observers.add(timeline)
+    return TimelineFile(timeline_path(Path(config.out), coordinates["pp"]), coordinates["pp"], timeline)

@@ -171,7 +171,7 @@ def build_trainer(case: Case, layout: Layout, training: str, folder: Path | None
         optimizer = OptimizerOnShards(torch.optim.SGD([{"params": trained}]))  # a stage may have none
     else:
         states = where_of(layout, folder or Path(tempfile.gettempdir()), CHUNK_BYTES)
-        optimizer = build_optimizer(model.named_parameters, case.spec, case.optimizer, states)
+        optimizer = build_optimizer(model.named_parameters, case.spec, case.optimizer, states, model.observers)
     return Trainer(
         model,
         optimizer,

@@ -2,6 +2,7 @@
 
 from tests.mutation import Mutation
 from tests.training.bugs.bug import UnitBug
+from tests.training.worlds import OPTIMIZER
 
 _RECORD = "tests/dryrun/test_record.py:"
 _AGREEMENT = "tests/dryrun/test_agreement.py:"
@@ -15,6 +16,21 @@ SCALE = {
     "the dry run adds a resized storage to what it had": UnitBug(
         Mutation("shardwright.dry_run.record:changes", "n_bytes - before", "n_bytes"),
         _RECORD + "test_a_storage_that_grows_and_shrinks_counts_what_it_has",
+    ),
+    "copies of gradients to the host are not reported": UnitBug(
+        Mutation(
+            "shardwright.training.offload.on_host:HostLink.fetch",
+            "self.observer.transfer(TensorCopy(to_host=True, n_bytes=sum((x.nbytes for x in on_device))))",
+            "pass",
+        ),
+        "tests/training/test_offload_host.py:"
+        "test_states_and_the_update_are_on_the_host_and_a_step_copies_gradients_there_and_weights_back",
+        (OPTIMIZER, 2**30),
+    ),
+    "activations that come back are reported as copies to the host": UnitBug(
+        Mutation("shardwright.parallel.offload:ActivationsOnHost.copy_in", "False", "True"),
+        "tests/training/test_offload_activations.py:"
+        "test_a_tensor_that_several_operations_save_is_copied_once_and_weights_are_not",
     ),
     "rows of experts that are assumed are more than there are": UnitBug(
         Mutation("shardwright.dry_run.program:shares", "n_rows - first", "n_rows"),

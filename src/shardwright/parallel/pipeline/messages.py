@@ -22,30 +22,27 @@ This cannot deadlock on NCCL, for any schedule that orders every action after it
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.parallel.compression import Codec, decode_rows, encode_rows
+from shardwright.parallel.observer import Need, Observer, PostedMessage, ReceivedMessage
 from shardwright.parallel.point_to_point import PendingMessage, TensorMessage, start
 from shardwright.schedule.messages import PairExchange
 from shardwright.split.compression import transit_row_bytes
-
-Need = tuple[int, Literal["F", "B"], int]
-"""(stage, op, micro-batch): the input of the stage for F, the gradient of its output for B."""
 
 
 class PipelineMessages:
     """Sends and receives the messages of this rank, and keeps the incomplete ones."""
 
     def __init__(
-        self, rank: int, groups: Mapping[tuple[int, ...], dist.ProcessGroup], codec: Codec | None = None
+        self, rank: int, groups: Mapping[tuple[int, ...], dist.ProcessGroup], codec: Codec | None, observer: Observer
     ) -> None:
         """`rank`: this rank of `pp`; `groups`: (lower rank, higher rank) of `pp` -> the process group of the two, for
         every rank that exchanges messages with this one. `codec`: the encoding of messages, if they are compressed."""
-        self.rank, self.groups, self.codec = rank, groups, codec
+        self.rank, self.groups, self.codec, self.observer = rank, groups, codec, observer
         self._sending: deque[PendingMessage] = deque()
         self._receiving: dict[Need, PendingMessage] = {}
         self._shapes: dict[Need, tuple[torch.Size, torch.dtype]] = {}
@@ -58,6 +55,7 @@ class PipelineMessages:
         for stage, op, microbatch, sender, _ in exchange.messages:
             sends = sender == self.rank
             need: Need = (stage, op, microbatch)
+            self.observer.transfer(PostedMessage(need, sender, results[need] if sends else None))
             tensor = results.pop(need).contiguous() if sends else self._room(need, empty())
             if sends and self.codec is not None:
                 tensor = encode_rows(tensor, self.codec)
@@ -74,10 +72,11 @@ class PipelineMessages:
     def receive(self, need: Need) -> Tensor:
         """Wait for a message whose receive was started; return its tensor."""
         tensor = self._receiving.pop(need).wait()
-        if self.codec is None:
-            return tensor
-        shape, dtype = self._shapes.pop(need)
-        return decode_rows(tensor, self.codec, shape[-1], dtype).view(shape)
+        if self.codec is not None:
+            shape, dtype = self._shapes.pop(need)
+            tensor = decode_rows(tensor, self.codec, shape[-1], dtype).view(shape)
+        self.observer.transfer(ReceivedMessage(need, tensor))
+        return tensor
 
     def _room(self, need: Need, tensor: Tensor) -> Tensor:
         """Return the tensor to receive into: `tensor`, or the bytes of its encoded rows."""
@@ -88,7 +87,11 @@ class PipelineMessages:
         return tensor.new_empty(tensor.numel() // columns, transit_row_bytes(columns), dtype=torch.uint8)
 
     def finish(self) -> None:
-        """Wait until all sends are complete."""
+        """Wait until all sends are complete; no receive may be left."""
         assert not self._receiving
+        self.wait_until_sent()
+
+    def wait_until_sent(self) -> None:
+        """Wait until all sends are complete, and free their tensors."""
         while self._sending:
             self._sending.popleft().wait()

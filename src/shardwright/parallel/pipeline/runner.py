@@ -3,78 +3,23 @@
 The shapes of messages follow from the shapes of the micro-batches. A rank keeps the input of a stage until its gradient
 is computed, a received gradient until it is used, and an output until its backward pass.
 
-Records when each action of a pipeline ran on this rank.
-
 Shapes: B batch, T tokens (or a token shard of them), D model.
 """
 
-import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwright.parallel.data import DataEngine
-from shardwright.parallel.microbatch_runner import Loss, Microbatch, PassObserver, observed
-from shardwright.parallel.pipeline.messages import Need, PipelineMessages
+from shardwright.parallel.microbatch_runner import Loss, Microbatch
+from shardwright.parallel.observer import NO_OBSERVER, Need, Observer, StepPasses
+from shardwright.parallel.pipeline.messages import PipelineMessages
 from shardwright.parallel.pipeline.stage import StageModel
 from shardwright.schedule.actions import Action, Schedule
 from shardwright.schedule.messages import PairExchange, with_messages
-
-Span = tuple[Action, float, float]
-"""An action with its start and end, in seconds since the epoch, so that timelines of several ranks can be combined."""
-Mark = float | torch.cuda.Event
-T = TypeVar("T")
-
-
-class StepTimeline(PassObserver):
-    """The start and end of the actions of one step; on a GPU as CUDA events, which do not slow the step down."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._start = mark(device)
-        self._marks: list[tuple[Action, Mark, Mark]] = []
-
-    def begin_step(self) -> None:
-        """Discard the previous step."""
-        self._marks.clear()
-
-    def begin(self, action: Action) -> None:
-        """Record the start of an action."""
-        self._start = mark(self.device)
-
-    def end(self, action: Action) -> None:
-        """Record the end of an action."""
-        self._marks.append((action, self._start, mark(self.device)))
-
-    def spans(self) -> list[Span]:
-        """Return the actions since `begin_step`; synchronises with the device."""
-        return in_epoch_s(self._marks, self.device)
-
-
-def in_epoch_s(spans: Iterable[tuple[T, Mark, Mark]], device: torch.device) -> list[tuple[T, float, float]]:
-    """Return spans between marks of `device` in seconds since the epoch; synchronises with the device."""
-    now = mark(device)
-    if not isinstance(now, float):
-        now.synchronize()
-    now_s = time.time()
-    return [(what, now_s - seconds(start, now), now_s - seconds(end, now)) for what, start, end in spans]
-
-
-def mark(device: torch.device) -> Mark:
-    """Return the current time; on a GPU an event on the current stream."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds(start: Any, end: Any) -> float:
-    """Return the seconds between two completed marks of one device."""
-    return float(end - start) if isinstance(start, float) else float(start.elapsed_time(end)) / 1000
 
 
 class PipelineStage(NamedTuple):
@@ -94,25 +39,21 @@ class Pipeline:
         messages: PipelineMessages,
         activation: Callable[[Tensor], Tensor],
         device: torch.device,
+        observer: Observer,
     ) -> None:
         """`schedules`: (training, number of micro-batches) -> schedule. `activation`: token ids (B, T) -> an empty
         tensor of the shape that stages send to each other, (B, T, D)."""
         self.stages = {stage.model.number: stage for stage in stages}
         self.schedules, self.messages, self.activation = schedules, messages, activation
+        self.device, self.observer = device, observer
         self.keeps_gradients = any(stage.engine.keeps_gradients for stage in stages)
-        self.timeline = StepTimeline(device)
-        """When the actions of the last training step ran."""
-        self.observers: list[PassObserver] = [self.timeline]
         self._lists: dict[tuple[bool, int], list[Action | PairExchange]] = {}
 
     def train(self, microbatches: Sequence[Microbatch], loss: Loss) -> Tensor:
-        for observer in self.observers:
-            observer.begin_step()
-        total = self._run(_RankStep(self, microbatches, loss, training=True))
-        for stage in self.stages.values():
-            stage.engine.end_step()
-        for observer in self.observers:
-            observer.end_step()
+        with self.observer.during(StepPasses(microbatches)):
+            total = self._run(_RankStep(self, microbatches, loss, training=True))
+            for stage in self.stages.values():
+                stage.engine.end_step()
         return total
 
     def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> Tensor:
@@ -136,7 +77,8 @@ class _RankStep:
 
     def __init__(self, pipeline: Pipeline, microbatches: Sequence[Microbatch], loss: Loss, training: bool) -> None:
         self.pipeline, self.microbatches, self.loss, self.training = pipeline, microbatches, loss, training
-        self.total = torch.zeros((), dtype=torch.float64, device=pipeline.timeline.device)
+        self.observer = pipeline.observer if training else NO_OBSERVER
+        self.total = torch.zeros((), dtype=torch.float64, device=pipeline.device)
         self.results: dict[Need, Tensor] = {}
         """Outputs and input gradients by the action that needs them, on this rank or on the rank that receives them."""
         self.kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -162,7 +104,7 @@ class _RankStep:
         stage, _, i = action
         model, microbatch = self.pipeline.stages[stage].model, self.microbatches[i]
         x = microbatch.tokens_BT if model.first else self._needed(stage, "F", i).requires_grad_(self.training)
-        with self._running(action), torch.profiler.record_function(str(action)):
+        with self.observer.during(action), torch.profiler.record_function(str(action)):
             output: Tensor = model(x, *microbatch.read_by_model)
             if model.last:
                 losses = self.loss(output, *microbatch.read_by_loss)
@@ -179,7 +121,7 @@ class _RankStep:
         model, engine = self.pipeline.stages[stage]
         x, output = self.kept.pop((stage, i))
         gradient = None if model.last else self._needed(stage, "B", i)
-        with self._running(action), torch.profiler.record_function(str(action)):
+        with self.observer.during(action), torch.profiler.record_function(str(action)):
             engine.before_backward(split=op == "I", last=last)
             with model.gradients.hold() if op == "I" else nullcontext():
                 torch.autograd.backward(output, gradient)
@@ -193,12 +135,9 @@ class _RankStep:
 
     def _weight_gradients(self, action: Action, last: bool) -> None:
         stage, _, i = action
-        with self._running(action), torch.profiler.record_function(str(action)):
+        with self.observer.during(action), torch.profiler.record_function(str(action)):
             self.weights.pop((stage, i))()
             self.pipeline.stages[stage].engine.after_gradients(split=True, last=last)
-
-    def _running(self, action: Action) -> AbstractContextManager[None]:
-        return observed(self.pipeline.observers if self.training else (), action)
 
     def _needed(self, stage: int, op: Literal["F", "B"], microbatch: int) -> Tensor:
         """Return the input of F or B, from another stage of this rank or received from another rank."""

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwright.parallel.norm import as_part, local_part
+from shardwright.parallel.observer import NO_OBSERVER, DiskUpdate, Observer
 from shardwright.system.torch_private import storage_id
 from shardwright.training.offload.states import Chunk, Disk, OffloadedParameter, StatePiece, StatesOnDisk, StoredTensor
 
@@ -21,10 +22,12 @@ class OptimizerOnDisk(Optimizer):
     sharding; `stored` has the values.
     """
 
-    def __init__(self, optimizer: Optimizer, members: Sequence[OffloadedParameter], disk: Disk) -> None:
+    def __init__(
+        self, optimizer: Optimizer, members: Sequence[OffloadedParameter], disk: Disk, observer: Observer = NO_OBSERVER
+    ) -> None:
         """`members`: all parameters of `optimizer`."""
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._of_pieces = optimizer
+        self._of_pieces, self.observer = optimizer, observer
         self.states_on_disk = StatesOnDisk(members, disk)
         self.counters = [number for member in members for number in member.counters.values()]
         """The counters, which stay in memory."""
@@ -44,7 +47,8 @@ class OptimizerOnDisk(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for chunk, data in self.states_on_disk.in_turn():
-            self._update(chunk, data)
+            with self.observer.during(DiskUpdate(chunk.n_bytes, chunk.used)):
+                self._update(chunk, data)
 
     def _update(self, chunk: Chunk, data: Tensor) -> None:
         inner, groups = self._of_pieces, defaultdict[int, list[nn.Parameter]](list)

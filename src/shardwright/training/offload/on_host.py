@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwright.parallel.norm import as_part_on_host, local_part
+from shardwright.parallel.observer import NO_OBSERVER, HostUpdate, Observer, TensorCopy
 from shardwright.parallel.offload import pins
 from shardwright.system.torch_private import foreach_copy_, storage_id, tensor_version
 from shardwright.system.units import in_groups, round_up
@@ -61,10 +62,12 @@ class OptimizerOnHost(Optimizer):
     `state[parameter]` has the counters and states, in host memory, sharded like the parameter.
     """
 
-    def __init__(self, optimizer: Optimizer, members: Sequence[OffloadedParameter], host: Host) -> None:
+    def __init__(
+        self, optimizer: Optimizer, members: Sequence[OffloadedParameter], host: Host, observer: Observer = NO_OBSERVER
+    ) -> None:
         """`members`: all parameters of `optimizer`, which are on one device, with counters on the host."""
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.on_host = OptimizerOnShards(optimizer)
+        self.on_host, self.observer = OptimizerOnShards(optimizer), observer
         self.buckets: list[list[_HostParameter]] = []
         for group in self.param_groups:
             of_group = [_HostParameter(member) for member in members if member.group is group]
@@ -72,7 +75,7 @@ class OptimizerOnHost(Optimizer):
         n_held = sum(map(len, self.buckets))
         assert n_held == len(members), "`OptimizerKind.make` has to keep the groups that it is given"
         device = next((member.parameter.device for member in members), torch.device("cpu"))
-        self.link = HostLink(device)
+        self.link = HostLink(device, observer)
         largest = max((sum(_room(parameter.weights) for parameter in bucket) for bucket in self.buckets), default=0)
         n_buffers = min(BUFFERS, len(self.buckets))
         self.buffers = [torch.empty(largest, dtype=torch.uint8, pin_memory=pins(device)) for _ in range(n_buffers)]
@@ -130,7 +133,8 @@ class OptimizerOnHost(Optimizer):
         group, weights = bucket[0].member.group, [parameter.weights for parameter in bucket]
         self.on_host.param_groups = [{**group, "params": weights}]
         before = [dict(self.on_host.state[weight]) for weight in weights]
-        self.on_host.step()
+        with self.observer.during(HostUpdate()):
+            self.on_host.step()
         for weight, states in zip(weights, before, strict=True):
             for name, value in self.on_host.state[weight].items():
                 if value is not states[name]:
@@ -167,7 +171,8 @@ class HostLink:
     """Copies between a device and its host. On a GPU each direction has its own stream, and host memory must be pinned.
     On other devices a copy is complete when the call returns."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, observer: Observer = NO_OBSERVER) -> None:
+        self.observer = observer
         self._down, self._up = (torch.cuda.Stream(device) if pins(device) else None for _ in range(2))
 
     def start(self) -> None:
@@ -178,6 +183,7 @@ class HostLink:
 
     def fetch(self, on_host: Sequence[Tensor], on_device: Sequence[Tensor]) -> Callable[[], None]:
         """Copy to the host. Return a function that waits until the copies are complete."""
+        self.observer.transfer(TensorCopy(to_host=True, n_bytes=sum(x.nbytes for x in on_device)))
         if self._down is None:
             _copy(on_host, on_device)
             return lambda: None
@@ -187,6 +193,7 @@ class HostLink:
 
     def send(self, on_device: Sequence[Tensor], on_host: Sequence[Tensor]) -> None:
         """Copy to the device. Call `join` before the next computation that uses the copies."""
+        self.observer.transfer(TensorCopy(to_host=False, n_bytes=sum(x.nbytes for x in on_host)))
         if self._up is None:
             _copy(on_device, on_host)
             return

@@ -1,6 +1,6 @@
 """The monitor thread of a rank: reports the position of the training thread, and ends the run if a rank hangs.
 
-The training thread reports each phase and step that it enters through shared memory (`Monitor.enter`). Twice a second,
+The training thread reports each phase and step that it enters through shared memory (`Monitor.begin`). Twice a second,
 the monitor thread records the line of Python that the training thread is at. It writes a dump if another process asks
 for the positions of all ranks (`ranks_at`), or if a phase exceeds its time limit. For local workers, the process that
 started them compares the dumps and ends the run; under torchrun and srun, each rank's monitor thread does.
@@ -19,16 +19,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
 import torch
-from torch import nn
 
 from shardwright.data.batches import READER
 from shardwright.layout.layout import Layout
+from shardwright.parallel.model import ParallelModel
+from shardwright.parallel.observer import Observer, Running, StepPhase
 from shardwright.parallel.point_to_point import MessageChannel, begun, waited_for
 from shardwright.runs.records import EventRecord, append_event
 from shardwright.system.console import LossyStream, visible
@@ -76,7 +77,7 @@ def record_collectives() -> None:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
 
 
-class Monitor:
+class Monitor(Observer):
     """The monitor of one rank."""
 
     def __init__(self, out: Path, rank: int, layout: Layout, device: torch.device, hang_after_s: float) -> None:
@@ -98,9 +99,14 @@ class Monitor:
         self._thread = threading.Thread(target=self._look, name="shardwright-monitor", daemon=True)
         self._thread.start()
 
-    def name_modules(self, parts: Iterable[nn.Module]) -> None:
-        """Record module names, so that a dump can name the module that the training thread is in."""
-        self._names = {id(module): name for part in parts for name, module in part.named_modules()}
+    def observe(self, model: ParallelModel) -> None:
+        """Follow the phases of a model's steps. A dump names the module of the model that the training thread is in."""
+        self._names = {id(module): name for part in model.parts for name, module in part.named_modules()}
+        model.observers.add(self)
+
+    def begin(self, running: Running) -> None:
+        if isinstance(running, StepPhase):
+            self.enter(running.phase, running.step)
 
     def enter(self, phase: Phase, step: int) -> None:
         """Record that the training thread enters a phase of step number `step` (0-based)."""
@@ -250,25 +256,14 @@ def _messages_waited_for() -> Iterator[JoinedCollective]:
         yield JoinedCollective(wait.what, wait.number, _name_of(line), line.axis, (line.source, line.target), True)
 
 
-class NoMonitor:
-    """The monitor of a run that is not monitored."""
-
-    def enter(self, phase: Phase, step: int) -> None:
-        """Do nothing."""
-
-    def name_modules(self, parts: Iterable[nn.Module]) -> None:
-        """Do nothing."""
-
-
-AnyMonitor = Monitor | NoMonitor
-
-
 @contextmanager
-def monitored(out: Path, rank: int, layout: Layout, device: torch.device, hang_after_s: float) -> Iterator[AnyMonitor]:
-    """Monitor this rank inside the `with` block. A run with one rank is not monitored: the rank waits for no other,
-    and its process may be the caller's, which cannot be ended."""
+def monitored(
+    out: Path, rank: int, layout: Layout, device: torch.device, hang_after_s: float
+) -> Iterator[Monitor | None]:
+    """Monitor this rank inside the `with` block. A run with one rank has no monitor: the rank waits for no other, and
+    its process may be the caller's, which cannot be ended."""
     if layout.world_size == 1:
-        yield NoMonitor()
+        yield None
         return
     monitor = Monitor(out, rank, layout, device, hang_after_s)
     with cleaning_up(monitor.close):
