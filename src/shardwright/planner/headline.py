@@ -14,9 +14,9 @@ The last two terms apply if no measured run is on an accelerator with the die, s
 as Shardwright itself.
 
 The coefficients are a linear quantile regression, at 80 %, of the errors of families of runs that were left out of the
-fit of the constants (Koenker and Bassett, 1978; `benchmarks/calibrate.py`), in which families of which fewer runs are
-inside count more. `unmeasured` and `software` are fitted to predictions of the same runs without the constants of their
-own die, and of their own software.
+fit of the constants (Koenker and Bassett, 1978; `benchmarks/calibrate.py`), in which families with fewer runs inside
+count more. `unmeasured` and `software` are fitted to predictions of the same runs without the constants of their own
+die, and of their own software.
 Ignored: the rows of one table err in one direction, so their intervals hold or fail together.
 """
 

@@ -67,8 +67,8 @@ GRAPHS_SINCE = "2025-05"
 """First date from which recipes of Megatron-Core run dense models on Blackwell as CUDA graphs (MLPerf Training 5.0)."""
 WHOLE_GRAPHS_SINCE = "2026-06"
 """First date from which Megatron-Core's recipes of mixtures in 4 and 8 bits in racks run a whole step as one CUDA
-graph, and the messages of experts beside passes of another micro-batch (NeMo-Megatron-Bridge,
-`perf_recipes/qwen/common.py:_enable_hybridep_full_iteration_mxfp8`)."""
+graph, and overlap the messages of experts with passes of another micro-batch (Megatron-Bridge, function
+`_enable_hybridep_full_iteration_mxfp8` of `perf_recipes/qwen/common.py`)."""
 FP8_GATHERS_SINCE = "2024-06"
 """First date from which recipes of Megatron-Core in fp8-tensor gather weights in fp8 (MLPerf Training 4.0)."""
 PERMUTED_BY_RANK = 8.0

@@ -256,7 +256,7 @@ class MeasuredRun:
     )
     overlap_dp: bool | None = flag_column("the same of data-parallel communication")
     overlap_ep: bool | None = flag_column(
-        "1: messages of experts run beside passes of another micro-batch. Empty: by stack, accelerator, precision "
+        "1: messages of experts overlap with passes of another micro-batch. Empty: by stack, accelerator, precision "
         "and date",
         optional=True,
     )
