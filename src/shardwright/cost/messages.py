@@ -381,8 +381,8 @@ def _ring(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, kv: 
 def dispatch(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -> None:
     """Add dispatch and combine of experts: two all-to-alls forward, two backward, of tokens / tp x top_k x d_model x
     load of the busiest rank. Some stacks send a token to a node once. With `Speed.hides_experts` the messages of a
-    micro-batch overlap with the computation of another one: those of F with as much as F has, those of I with that of
-    I and W."""
+    micro-batch overlap with the computation of another one: in F with as much as F has, in I with the computation of I
+    and W."""
     spec = job.model
     assert spec.moe is not None
     others = {name: dict(part) for name, part in passes.parts.items()}
