@@ -127,6 +127,13 @@ def _run(
                 done = loop.run(start)
             log.end(done)
         stop.settle()
+    _require_samples(config, published, checkpoints, done)
+    _report_end(config, start, done, checkpoints, log)
+    return done < config.steps
+
+
+def _require_samples(config: RunConfig, published: PublishedSamples, checkpoints: RunCheckpoints, done: int) -> None:
+    """Raise DataError if the run ended after `done` steps because no more samples are published."""
     if published.shortage is not None:
         saved = (
             f"the run is saved up to step {done} of {config.steps}; {published.way_out}, then the run with --resume"
@@ -134,8 +141,6 @@ def _run(
             else f"no step of {config.steps} is saved; {published.way_out}, then give the same command again"
         )
         raise DataError(f"{published.shortage}; {saved}")
-    _report_end(config, start, done, checkpoints, log)
-    return done < config.steps
 
 
 def for_less_memory(config: RunConfig) -> str:
