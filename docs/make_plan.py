@@ -24,7 +24,7 @@ from shardwright.cli.main import app
 from shardwright.planner.evaluate import MEASURED_RUNS, UNSEEN_RUNS, WHOLE_RUNS, PlanErrorSummary, evaluate
 
 HERE = Path(__file__).parent
-PAGES = ("plan.md", "serving.md", "choosing.md", "cluster.md", "profiling.md", "troubleshooting.md")
+PAGES = ("plan.md", "plan-rl.md", "serving.md", "choosing.md", "cluster.md", "profiling.md", "troubleshooting.md")
 _SHOWN = re.compile(
     r"```sh\n((?:(?!```)[^\n]*\n)*?)(shardwright plan (?!evaluate)(?:(?!```).)*?)\n```\n\n```text\n(.*?)```\n",
     re.DOTALL,
