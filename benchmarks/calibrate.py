@@ -225,7 +225,10 @@ class LeftOut:
         """The widths of intervals over all families but one, with LEAST_WIDTH; `unmeasured`, `software`: by what the
         error exceeds the rest of the width without the constants of the own die, or of the own software."""
         kept = self.families != but
-        families, x = self.families[kept], self.features[kept]
+        families, x = (
+            self.families[kept],
+            self.features[kept] * [term not in ("unmeasured", "software") for term in TERMS],
+        )
         known = balanced_regression(x, np.abs(self.errors[kept]), families)
         unseen = {"unmeasured": self.other_die[kept], "software": self.other_software[kept]}
         one, weights = np.ones((len(x), 1)), equal_weights(families)
@@ -417,7 +420,9 @@ def main(arguments: Sequence[str]) -> None:
         left_out[str(family)] = there
         mine = np.abs(np.exp(now[~kept]) - 1).mean(), np.abs(np.exp(errors[~kept]) - 1).mean()
         print(f"{family}: {mine[1]:.1%}, left out {mine[0]:.1%}", flush=True)
-    without = {family: calibration(values) for family, values in left_out.items()}
+    without = {
+        family: replace(calibration(values), software=software(runs, family)) for family, values in left_out.items()
+    }
     PACKAGED.write_text(written(calibration(at), without, LeftOut(runs, without)), encoding="utf-8")
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]

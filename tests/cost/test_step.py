@@ -1,6 +1,7 @@
 """A step's time: never under what physics allows, parts that add up, bounds that hold, and monotone in the hardware."""
 
 from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from shardwright.cost.data_parallel import OverlappedPasses
 from shardwright.cost.flops import executed_flops, model_flops
 from shardwright.cost.hardware import Cluster
 from shardwright.cost.idle import MOST_SIMULATED, StageTimes, busy, ends, makespans
-from shardwright.cost.job import Candidates, Job
+from shardwright.cost.job import FULL, SELECTIVE, Candidates, Job
 from shardwright.cost.layer import layer
 from shardwright.cost.pipeline import stages
 from shardwright.cost.speed import Speed
@@ -205,7 +206,7 @@ def _data_parallel_s(the_job: Job, of: Candidates, chunks: int, pass_s: float) -
     return float(data_parallel(the_job, of, rank_parameters(the_job, of), np.array([8]), beside)[0])
 
 
-def test_fsdp_in_a_pipeline_reduces_the_gradients_of_the_last_chunk_after_the_last_pass():
+def test_fsdp_in_a_pipeline_reduces_the_gradients_of_each_chunk_after_its_last_pass():
     """Passes are so long that they hide all but one of the 8 layers of a stage, and nothing slows them down."""
     stack = STACKS["fsdp"]
     stack = replace(stack, speed=replace(stack.speed, interference=0.0))
@@ -216,7 +217,7 @@ def test_fsdp_in_a_pipeline_reduces_the_gradients_of_the_last_chunk_after_the_la
             for after in (False, True)
         )
         later.append(after - beside)
-    assert later[0] / (1 - 1 / 8) == pytest.approx(later[1] / (1 / 4 - 1 / 8))
+    assert later[0] == pytest.approx(later[1])
     shown = _data_parallel_s(job(stack=replace(stack, speed=replace(stack.speed, hides_dp=False))), of, 1, 100.0)
     # Reductions in fp32 are two of three bytes that are sent; the others are gathered in 16 bits.
     assert later[0] / (1 - 1 / 8) == pytest.approx(2 / 3 * shown, rel=0.05)
@@ -230,6 +231,8 @@ def test_zero_3_that_frees_layers_after_each_forward_pass_of_a_pipeline_gathers_
     )
     # 8 micro-batches gather 8 times in addition to once, in half of the bytes of the reduction.
     assert again == pytest.approx(once * (1 + 8 / 3), rel=0.15)
+    each_pass = candidates(pp=4, dp_shard=16, zero=3, zero_pp_gather="microbatch")
+    assert _data_parallel_s(job(stack=stack), each_pass, 1, 1.0) == again
 
 
 def test_messages_of_experts_that_overlap_cost_their_exposed_part_and_the_slowdown():
@@ -250,6 +253,26 @@ def test_messages_of_experts_that_overlap_cost_their_exposed_part_and_the_slowdo
         expected = max(sent - beside, 0) + stack.speed.interference * min(sent, beside)
         assert float(hidden.parts[name]["expert parallel"][0]) == pytest.approx(expected)
         assert 0 < expected < sent
+
+
+@pytest.mark.parametrize(
+    ("layout", "overlaps"),
+    [
+        ({"pp": 4}, False),
+        ({"pp": 4, "pp_schedule": "interleaved-1f1b", "virtual_stages": 2}, True),
+        ({"pp": 4, "pp_schedule": "dualpipe-v"}, True),
+        ({"recompute": FULL}, False),
+        ({"recompute": SELECTIVE}, True),
+    ],
+)
+def test_messages_of_experts_overlap_where_a_rank_can_run_two_microbatches_at_once(layout: Any, overlaps: bool):
+    spec, stack = resolve("mixtral-8x7b"), STACKS["megatron-core"]
+    of = candidates(**{"ep": 8, "dp_shard": 8, "zero": 1} | layout)
+    shown, hidden = (
+        layer(job(model=spec, stack=replace(stack, speed=replace(stack.speed, hides_experts=hides))), of, *blocks(spec))
+        for hides in (False, True)
+    )
+    assert (float(hidden.kind_s("expert parallel")[0]) < float(shown.kind_s("expert parallel")[0])) is overlaps
 
 
 def test_a_mixture_without_shared_experts_sends_nothing_over_tp_of_its_own():

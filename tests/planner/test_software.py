@@ -6,6 +6,7 @@ import pytest
 
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Candidates, Job
+from shardwright.cost.machine import derivatives
 from shardwright.cost.step import step_time
 from shardwright.layout.layout import Layout
 from shardwright.model.presets import resolve
@@ -26,6 +27,19 @@ def seconds(text: str, **given: str) -> float:
     return float(step_time(replace(of, stack=read_stack(text, of)), candidates).total_s[0])
 
 
+@pytest.mark.parametrize("text", ["fsdp", "fsdp-compiled", "fsdp-compiled,attention=fa2", "megatron-core,date=2024-05"])
+@pytest.mark.parametrize("on", ["h100:8", "b200:8"])
+def test_a_factor_of_attention_changes_the_part_of_attention_with_every_kernel(text: str, on: str):
+    """The derivative by the logarithm of each constant is about the share of the step that depends on it."""
+    the_job = job(on)
+    the_job = replace(the_job, stack=read_stack(text, the_job))
+    of = Candidates.from_layout(Layout(dp_shard=8, zero=1), micro_batch=1)
+    time = step_time(the_job, of)
+    share = float(time.parts["attention"][0] / time.total_s[0])
+    assert share > 0.2
+    assert derivatives(the_job, of)[1] == pytest.approx(share, abs=0.03)
+
+
 def test_software_without_a_date_is_the_newest():
     assert seconds("fsdp-compiled") == seconds("fsdp-compiled,attention=cudnn")
     assert seconds("fsdp-compiled,date=2025") == seconds("fsdp-compiled,attention=fa2") > seconds("fsdp-compiled")
@@ -43,6 +57,8 @@ def test_software_without_a_date_is_the_newest():
         ("fsdp,atention=fa2", "'atention' is not a key of a stack; did you mean 'attention'"),
         ("fsdp,attention=fa9", "attention='fa9': valid: fa1, fa2, fa3, fa4, cudnn, flash-attn"),
         ("fsdp,attention=fa4", "attention=fa4 has no price on h100; priced there: fa2, fa3, cudnn, flash-attn"),
+        ("fsdp,overlap_ep=1", "overlap_ep=1 has no price with stack fsdp without experts; priced with megatron-core"),
+        ("megatron-core,overlap_ep=1", "overlap_ep=1 has no price with stack megatron-core without experts; priced"),
         ("megatron,fused_loss=1", "fused_loss=1 has no price with stack megatron; priced with megatron-core, fsdp"),
         ("fsdp,cuda_graphs", "cuda_graphs='': valid: none, blocks, step"),
         ("fsdp,date=soon", "date='soon': valid: YYYY or YYYY-MM"),

@@ -79,7 +79,8 @@ def _fused(f: Formulas, job: Job, candidates: Candidates, block: BlockShape) -> 
     speed = job.stack.speed.on(chip.die)
     f.add(
         c0=fitted.flash_width, s0=fitted.flash_length, rate=reached_flops_per_s(job, job.wide_precision),
-        flash_share=speed.attention_share or fitted.flash(chip.die), flash_gain=speed.flash_gain,
+        flash_share=(speed.attention_share or fitted.flash(chip.die)) / fitted.attention_time,
+        flash_gain=speed.flash_gain,
         flash_backward=fitted.flash_backward,
     )  # fmt: skip
     reached = f.flash_share * f.c / (f.c + f.c0) * length / (length + f.s0)

@@ -34,6 +34,7 @@ class Calibration:
     step times on one cluster (`planner.recommendation`).
     `covariance`: rows of the covariance of the constants that training logs of the cluster calibrated (`cost.machine`);
     empty without logs. `software`: kinds of `Speed` of the runs to which the constants were fitted.
+    `attention_time`: factor by which attention takes longer than its rate relative to matmuls says, by training logs.
     The entry "others" holds for dies without fitted numbers.
     """
 
@@ -55,6 +56,7 @@ class Calibration:
     flash_backward: float = 2.5 / 0.85
     covariance: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
     software: Sequence[str] = field(default=(), hash=False)
+    attention_time: float = 1.0
 
     def matmuls(self, die: str, peak: str) -> float:
         """Return `product_share` of a die, for a format that runs at the peak of `peak`."""

@@ -262,38 +262,36 @@ class _DataParallelTraffic:
 
     def exposed(self, whats: tuple[str, ...], beside: str, *, once: bool) -> ExposedCollective:
         """Return the exposed time of collectives that overlap with a pass of a micro-batch. Collectives that are sent
-        `once` a step overlap with passes of the rank's other chunks, too; `AFTER` the passes, with those alone."""
+        `once` a step overlap with passes of the rank's other chunks, too. Nothing overlaps with collectives `AFTER` the
+        passes of a chunk: the next pass waits."""
         name, speed = " and ".join(whats), self.job.stack.speed
         message_s = (
             self.sent(name) if len(whats) == 1 else ledger.total(name, {what: self.sent(what) for what in whats})
         )[:, None]
         layers = max(self.job.model.n_layers / self.candidates.pp, 1)
         inputs: ledger.Inputs = {name: message_s}
-        after, beside = beside == AFTER, I_AND_W if beside == AFTER else beside
-        windows, chunks = (self.windows[beside], self.chunks) if once else (1.0, 1)
         hides = speed.hides_dp or (speed.hides_sums and whats == (SUMMED,))
-        if not hides or (after and chunks == 1):
+        if beside == AFTER or not hides:
             return ExposedCollective(name, message_s, lambda f: f[name], inputs, longer=False)
-        work, at_least = self.passes[beside], message_s / (chunks if after else layers)
+        work, of_a_layer = self.passes[beside], message_s / layers
+        windows, chunks = (self.windows[beside], self.chunks) if once else (1.0, 1)
         left = hidden(
-            message_s, work, speed.interference, at_least, what=name, beside=beside, windows=windows, chunks=chunks
+            message_s, work, speed.interference, of_a_layer, what=name, beside=beside, windows=windows, chunks=chunks
         )
-        inputs |= {beside: work, "chunks" if after else "layers": chunks if after else layers}
-        inputs |= {"interference": speed.interference}
+        inputs |= {beside: work, "layers": layers, "interference": speed.interference}
         window = "windows_of_F" if beside == F else "windows_of_I_and_W"
         inputs |= {window: windows} if chunks > 1 else {}
 
         def anyway(f: Formulas) -> Floats:
             whole = f[window] * f[beside] if chunks > 1 else f[beside]
-            part = f[name] / (f.chunks if after else f.layers)
-            return part + f.interference * np.minimum(f[name], whole)
+            return f[name] / f.layers + f.interference * np.minimum(f[name], whole)
 
         return ExposedCollective(
             name + HIDDEN,
             left,
             anyway,
             inputs,
-            longer=self.candidates.pp > 1 and bool(np.any(message_s - work > at_least)),
+            longer=self.candidates.pp > 1 and bool(np.any(message_s - work > of_a_layer)),
         )
 
     def sent(self, what: str) -> Floats:
@@ -359,12 +357,13 @@ def stage_collectives(job: Job, candidates: Candidates, zero: int) -> list[tuple
     if zero == 0:
         return [("1", (SUMMED,), I_AND_W)]
     after = candidates.pp > 1 and job.stack.reduces_after_pipelines
-    if zero == 3 and not (candidates.pp > 1 and candidates.shared.zero_pp_gather == "step"):
+    each_pass = candidates.shared.zero_pp_gather == "microbatch" or job.stack.frees_after_forward
+    if zero == 3 and not (candidates.pp > 1 and (after or not each_pass)):
         repeated = (GATHERED_AGAIN,) if job.stack.accumulates_whole else (GATHERED_AGAIN, SCATTERED)
         last = (GATHERED_AGAIN, SCATTERED, ACROSS)
         return [("m", (GATHERED,), F), ("(m - 1)", repeated, I_AND_W), ("1", last, I_AND_W)]
     once = [("1", (SCATTERED, ACROSS), AFTER if after else I_AND_W), ("1", (GATHERED,), F)]
-    if zero == 3 and job.stack.frees_after_forward:
+    if zero == 3 and each_pass:
         return [*once, ("m", (GATHERED_AGAIN,), I_AND_W)]
     again = zero == 2 and job.stack.reduces_each_microbatch(candidates.pp)
     return [*once, ("(m - 1)", (SCATTERED,), I_AND_W)] if again else once

@@ -298,6 +298,12 @@ class Candidates:
         """Return the tokens of a micro-batch on one rank of cp."""
         return self.micro_batch * seq_len / self.cp
 
+    @property
+    def alternates(self) -> bool:
+        """Return whether a rank can run passes of two micro-batches at once: without a pipeline, or with several stages
+        on a rank. Ignored: a step of one micro-batch."""
+        return self.pp == 1 or self.shared.n_stages * len(self.shared.ways) > self.pp
+
     def microbatches(self, global_batch: int) -> Ints:
         """Return the micro-batches of a data rank in one step; the global batch has to be divisible."""
         return global_batch // (self.micro_batch * self.data_ranks)

@@ -102,7 +102,7 @@ def with_times(job: Job, factors: Sequence[float] | Floats) -> Job:
             die: {form: share / matmuls for form, share in shares.items()}
             for die, shares in job.calibration.product_share.items()
         },
-        flash_share={die: share * matmuls / attention for die, share in job.calibration.flash_share.items()},
+        attention_time=job.calibration.attention_time * attention / matmuls,
         memory_share=job.calibration.memory_share / kernels,
     )
     inside, across = (_slower(link, network) for link in (job.cluster.inside, job.cluster.across))

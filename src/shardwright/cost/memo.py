@@ -180,8 +180,10 @@ class DistinctRows:
 
 def remembers(memo: Memo | None, job: Job) -> bool:
     """Return whether passes may come from a table. They may not while formulas are recorded, nor if casts of weights
-    are counted once a step, because passes then depend on the number of micro-batches."""
-    return memo is not None and not ledger.recording() and not job.stack.keeps_casts
+    are counted once a step, because passes then depend on the number of micro-batches, or if messages of experts
+    overlap, because passes then depend on the pipeline."""
+    apart = job.stack.keeps_casts or job.stack.speed.hides_experts
+    return memo is not None and not ledger.recording() and not apart
 
 
 def numbered(values: Ints) -> tuple[Ints, Ints]:

@@ -20,7 +20,7 @@ from shardwright.cost.collectives import (
 )
 from shardwright.cost.compression import transit_bytes
 from shardwright.cost.formats import FORMATS
-from shardwright.cost.job import Candidates, Floats, Job
+from shardwright.cost.job import FULL, Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas
 from shardwright.cost.passes import Passes, reached_bytes_per_s
 from shardwright.cost.speed import CONTEXT, EXPERT, MATMULS, TENSOR
@@ -382,7 +382,7 @@ def dispatch(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -
     """Add dispatch and combine of experts: two all-to-alls forward, two backward, of tokens / tp x top_k x d_model x
     load of the busiest rank. Some stacks send a token to a node once. With `Speed.hides_experts` the messages of a
     micro-batch overlap with the computation of another one: in F with as much as F has, in I with the computation of I
-    and W."""
+    and W. They do not with full recomputation, or in a pipeline with one stage on a rank, as Megatron-Core requires."""
     spec = job.model
     assert spec.moe is not None
     others = {name: dict(part) for name, part in passes.parts.items()}
@@ -403,7 +403,7 @@ def dispatch(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -
     out_s = passes.send(job, replace(message, what=what, n_bytes=n_bytes * e_sent / job.element_bytes), EXPERT, EXPERT)
     forward, backward = {what: out_s, f"{what} back": back}, {f"{what} back": back, f"gradients of {what}": back}
     ledger.total(f"gradients of {what}", {f"{what} back": back})
-    if not job.stack.speed.hides_experts:
+    if not (job.stack.speed.hides_experts and candidates.alternates):
         passes.add(EXPERT, ledger.total(f"{EXPERT}, F", forward), ledger.total(f"{EXPERT}, I", backward))
         return
     exposed = []
@@ -418,5 +418,8 @@ def dispatch(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -
             what=f"messages of experts, {name}",
             beside=f"work beside experts, {name}",
         )
-        exposed.append(ledger.total(f"{EXPERT}, {name}", {f"messages of experts, {name}{HIDDEN}": left}))
+        f = Formulas("s", {f"messages of experts, {name}": sent_s, f"messages of experts, {name}{HIDDEN}": left})
+        f.add(again=candidates.recompute == FULL)
+        whole, shown = f[f"messages of experts, {name}"], f[f"messages of experts, {name}{HIDDEN}"]
+        exposed.append(f(f"{EXPERT}, {name}", shown + f.again * (whole - shown)))
     passes.add(EXPERT, *exposed)

@@ -121,8 +121,9 @@ def unmeasured(job: Job) -> bool:
 
 
 def unmeasured_software(job: Job) -> bool:
-    """Return whether no measured run is of this software, and the job's own machine was not measured."""
-    return job.cluster.accelerator.rates is None and job.stack.speed.kind not in job.calibration.software
+    """Return whether no measured run and no training log is of this software, nor its machine was measured."""
+    measured = job.cluster.accelerator.rates is not None or job.calibration.covariance
+    return not measured and job.stack.speed.kind not in job.calibration.software
 
 
 def half_width(features_n7: Floats, coefficients: Mapping[str, float]) -> Floats:

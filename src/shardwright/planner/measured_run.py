@@ -65,6 +65,9 @@ CUDNN_9_SINCE = "2024-06"
 recipes switch cuDNN off until container 24.03.01 (NeMo-Framework-Launcher, launcher_scripts/conf/config.yaml)."""
 GRAPHS_SINCE = "2025-05"
 """First date from which recipes of Megatron-Core run dense models on Blackwell as CUDA graphs (MLPerf Training 5.0)."""
+FSDP_PIPELINES_SINCE = "2024-10"
+"""First date from which `torch.distributed.pipelining` runs stages of FSDP2 (PyTorch 2.5); earlier rows have a pipeline
+of their own."""
 WHOLE_GRAPHS_SINCE = "2026-06"
 """First date from which Megatron-Core's recipes of mixtures in 4 and 8 bits in racks run a whole step as one CUDA
 graph, and overlap the messages of experts with passes of another micro-batch (Megatron-Bridge, function
@@ -151,6 +154,11 @@ def software_problems(row: MeasuredRun, die: str) -> Iterator[str]:
     if row.attention and die not in ATTENTION[row.attention]:
         priced = ", ".join(name for name, dies in ATTENTION.items() if die in dies)
         yield f"attention={row.attention} has no price on {row.accelerator}; priced there: {priced or 'none by name'}"
+    if row.overlap_ep and (row.stack != "megatron-core" or not row.experts):
+        without = "" if row.experts else " without experts"
+        yield f"overlap_ep=1 has no price with stack {row.stack}{without}; priced with megatron-core and experts"
+    if row.zero_pp_gather and row.stack not in PYTORCH:
+        yield f"zero_pp_gather has no price with stack {row.stack}; priced with {', '.join(PYTORCH)}"
     if row.fused_loss and STACK.get(row.stack, row.stack) not in FUSED_LOSS:
         yield f"fused_loss=1 has no price with stack {row.stack}; priced with {', '.join(FUSED_LOSS)}"
 
@@ -188,6 +196,10 @@ def _assumed(row: MeasuredRun) -> Iterator[str]:
         yield "layers dealt by weights, as nanotron does"
     if row.moe_dispatch is None and _copies_by_node(row):
         yield "tokens of experts cross to a node once, as in recipes of that year"
+    if row.attention is None and _attention(row, accelerator(row.accelerator).die) == "flash-attn":
+        yield "attention of the package flash-attn, as in NeMo's recipes of that year"
+    if row.overlap_ep is None and _overlaps_experts(row):
+        yield "messages of experts overlap with another micro-batch, in one CUDA graph, as in recipes of that year"
     if (priced := _schedule(row)) != row.schedule:
         yield f"{row.schedule} of Megatron-LM is ZB-2p, a searched schedule: priced as {priced}"
     if row.stack in STACK:
@@ -258,6 +270,7 @@ def stack_of(row: MeasuredRun, die: str) -> Stack:
     speed = replace(speed, hides_experts=_overlaps_experts(row) if row.overlap_ep is None else row.overlap_ep)
     if row.overlap_dp is not None:
         speed = replace(speed, hides_dp=row.overlap_dp, hides_sums=row.overlap_dp)
+    if row.overlap_dp or _month(row.date) < FSDP_PIPELINES_SINCE:
         stack = replace(stack, reduces_after_pipelines=False)
     if row.zero_pp_gather is not None:
         stack = replace(stack, frees_after_forward=row.zero_pp_gather == "microbatch")
@@ -299,13 +312,18 @@ def _attention(row: MeasuredRun, die: str) -> str:
         return row.attention
     if row.stack == "automodel":
         return "cudnn"
-    if row.stack == "megatron-core" and row.date < CUDNN_9_SINCE and die == "h100":
+    if row.stack == "megatron-core" and die == "h100" and row.date and _month(row.date) < CUDNN_9_SINCE:
         return "flash-attn"
     if row.stack in ("megatron", "deepspeed") and row.flash and row.date < FLASH_2_SINCE and die == "a100-80gb":
         return "fa1"
     if row.stack == "fsdp-compiled" or (row.stack == "fsdp" and row.date >= "2024"):
         return "cudnn" if die in ATTENTION["fa3"] and row.date >= CUDNN_SINCE else "fa2"
     return ""
+
+
+def _month(date: str) -> str:
+    """Return the month of a date; of a year alone, the last one."""
+    return date if len(date) > len("2024") else f"{date}-12"
 
 
 def _graphs(row: MeasuredRun, die: str) -> Any:
