@@ -162,18 +162,19 @@ LLAMA_3 = {
 """One layer a chunk; the first and the last chunk have embedding and head alone (section 3.3.2)."""
 
 
-@pytest.mark.parametrize("zero", ["1", "2", "3"])
-def test_a_pipeline_of_fsdp_reduces_gradients_once_a_step_with_every_zero_stage(tmp_path: Path, zero: str):
+def test_a_pipeline_of_fsdp_reduces_gradients_once_a_step_with_every_zero_stage(tmp_path: Path):
+    """The mean error of both rows was asked to be below 5 %; an eager RMSNorm makes the larger run 5.03 % too long."""
     matrices = 126 * 16384 * (2 * 128 * (128 + 8) + 3 * 53248) + 128256 * 16384
     flops = 2048 * 8192 * (6 * matrices + 12 * 126 * 16384 * 8192)
     rows = []
     for accelerators, tflops in ((8192, 430), (16384, 400)):
-        row = LLAMA_3 | {"accelerators": f"{accelerators}", "dp_shard": f"{accelerators // 128}", "zero": zero}
         seconds = f"{flops / (accelerators * tflops * 1e12):.4f}"
-        rows.append(row | {"step_time_s": seconds, "step_time_from": "tflops"})
-    (found, _) = evaluate(write(tmp_path / "runs.csv", *rows)).families
-    assert found.n == 2
-    assert found.mean_absolute < 0.045
+        row = LLAMA_3 | {"accelerators": f"{accelerators}", "dp_shard": f"{accelerators // 128}"}
+        rows += [row | {"step_time_s": seconds, "step_time_from": "tflops", "zero": zero} for zero in "123"]
+    errors = [abs(row.error("step time") or 1) for row in evaluate(write(tmp_path / "runs.csv", *rows)).rows]
+    assert errors[0] == errors[1] == errors[2] < 0.04
+    assert errors[3] == errors[4] == errors[5] < 0.055
+    assert errors[0] + errors[3] < 2 * 0.045
 
 
 @prove
