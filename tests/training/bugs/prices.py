@@ -1,0 +1,54 @@
+"""Bugs of the planner's prices: communication that is hidden where it is not, and factors that miss a kernel."""
+
+from shardwright.cost.job import FULL
+from tests.mutation import Mutation
+from tests.training.bugs.bug import AnyBug, UnitBug
+
+_COST, _STEP = "shardwright.cost", "tests/cost/test_step.py:"
+
+SCALE: dict[str, AnyBug] = {
+    "the plan hides the reductions of FSDP in a pipeline beside its last backward pass": UnitBug(
+        Mutation(f"{_COST}.data_parallel:stage_collectives", "AFTER if after else I_AND_W", "I_AND_W"),
+        _STEP + "test_fsdp_in_a_pipeline_reduces_the_gradients_of_each_chunk_after_its_last_pass",
+    ),
+    "the plan gathers layers once in a pipeline that frees them after each forward pass": UnitBug(
+        Mutation(f"{_COST}.data_parallel:stage_collectives", "[*once, ('m', (GATHERED_AGAIN,), I_AND_W)]", "once"),
+        _STEP
+        + "test_zero_3_that_frees_layers_after_each_forward_pass_of_a_pipeline_gathers_them_for_each_backward_pass",
+    ),
+    "the plan hides the messages of experts in a pipeline with one stage on a rank": UnitBug(
+        Mutation(
+            f"{_COST}.layer:dispatch",
+            "job.stack.speed.hides_experts and candidates.alternates",
+            "job.stack.speed.hides_experts",
+        ),
+        _STEP + "test_messages_of_experts_overlap_where_a_rank_can_run_two_microbatches_at_once",
+        given=({"pp": 4}, False),
+    ),
+    "the plan hides the messages of experts with full recomputation": UnitBug(
+        Mutation(f"{_COST}.layer:dispatch", "shown + f.again * (whole - shown)", "shown"),
+        _STEP + "test_messages_of_experts_overlap_where_a_rank_can_run_two_microbatches_at_once",
+        given=({"recompute": FULL}, False),
+    ),
+    "hidden messages of experts slow no computation down": UnitBug(
+        Mutation(f"{_COST}.layer:dispatch", "job.stack.speed.interference", "0.0"),
+        _STEP + "test_messages_of_experts_that_overlap_cost_their_exposed_part_and_the_slowdown",
+    ),
+    "training logs do not change attention kernels with a published rate": UnitBug(
+        Mutation(
+            f"{_COST}.attention:_fused",
+            "(speed.attention_share or fitted.flash(chip.die)) / fitted.attention_time",
+            "speed.attention_share or fitted.flash(chip.die) / fitted.attention_time",
+        ),
+        "tests/planner/test_software.py:test_a_factor_of_attention_changes_the_part_of_attention_with_every_kernel",
+        given=("megatron-core,date=2024-05", "h100:8"),
+    ),
+    "an interval is as wide for software without a measured run": UnitBug(
+        Mutation(
+            "shardwright.planner.headline:unmeasured_software",
+            "not measured and job.stack.speed.kind not in job.calibration.software",
+            "False",
+        ),
+        "tests/planner/test_interval.py:test_the_width_is_that_of_the_formula",
+    ),
+}
