@@ -20,6 +20,7 @@ from shardwright.parallel.microbatch_runner import Microbatch, SequentialRunner
 from shardwright.parallel.observer import (
     DiskUpdate,
     HostUpdate,
+    MessageWait,
     Need,
     Observer,
     PostedMessage,
@@ -74,6 +75,8 @@ class DryRunObserver(Observer):
                 self.recorder.begin(str(running))
             case StepPasses(microbatches):
                 self.on_passes(microbatches)
+            case MessageWait((stage, op, microbatch)):
+                self.recorder.wait(f"{stage}{op}{microbatch}", *self._from.pop((stage, op, microbatch)))
             case HostUpdate():
                 self._update.enter_context(self.recorder.on_host())
             case DiskUpdate(n_bytes, used_bytes):
@@ -110,8 +113,7 @@ class DryRunObserver(Observer):
                 (self.recorder.put_on_host if to_host else self.recorder.mark)(activations, "activations")
             case PostedMessage(need, sender, tensor):
                 self._post(need, sender, tensor)
-            case ReceivedMessage((stage, op, microbatch), tensor):
-                self.recorder.wait(f"{stage}{op}{microbatch}", *self._from.pop((stage, op, microbatch)))
+            case ReceivedMessage((_, op, _), tensor):
                 self.recorder.mark(tensor, "activations" if op == "F" else "communication")
 
     def mark_buffers(self) -> None:

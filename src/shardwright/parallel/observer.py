@@ -8,11 +8,12 @@ listener an event costs one loop over an empty list. No event is reported for a 
 | `StepPhase`       | a phase of a step; `log` and `agreement` have no end        | train loop, trainer, evaluation   |
 | `StepPasses`      | the passes of a training step, and the reduction after them | runner of micro-batches           |
 | `Action`          | an action of the passes, after the wait for its input       | runner of micro-batches           |
+| `MessageWait`     | the rank waits for the input of an action                   | `PipelineMessages`                |
 | `HostUpdate`      | the host updates a bucket of parameters                     | `OptimizerOnHost`                 |
 | `DiskUpdate`      | a chunk of states is read, updated and written              | `OptimizerOnDisk`                 |
 | `TensorCopy`      | tensors are copied between the host and the device          | `ActivationsOnHost`, `HostLink`   |
 | `PostedMessage`   | a message of the pipeline is about to start                 | `PipelineMessages`                |
-| `ReceivedMessage` | a message of the pipeline has arrived                       | `PipelineMessages`                |
+| `ReceivedMessage` | a message of the pipeline has arrived and is decoded        | `PipelineMessages`                |
 
 FSDP2 gathers and reduces inside of PyTorch, so it reports nothing here (`torch_private.observed_shards`).
 """
@@ -41,6 +42,12 @@ class StepPasses(NamedTuple):
     """The passes of a training step over `microbatches`, which are `microbatch_runner.Microbatch`es."""
 
     microbatches: Sequence[Any]
+
+
+class MessageWait(NamedTuple):
+    """The wait for a message of the pipeline, before the message is decoded."""
+
+    need: Need
 
 
 class HostUpdate(NamedTuple):
@@ -77,7 +84,7 @@ class ReceivedMessage(NamedTuple):
     tensor: Tensor
 
 
-Running = StepPhase | StepPasses | Action | HostUpdate | DiskUpdate
+Running = StepPhase | StepPasses | Action | MessageWait | HostUpdate | DiskUpdate
 Transfer = TensorCopy | PostedMessage | ReceivedMessage
 
 
