@@ -188,10 +188,9 @@ def test_a_rank_waits_for_a_compressed_message_before_it_decodes_it():
     lines, first = inspect.getsourcelines(Integers.decode)
     decoder = {f"parallel/compression.py:{first + at}" for at in range(len(lines))}
     decoded_at = [made.sizes[0][0] for made in found.history.allocations if made.line in decoder]
-    waits = [
-        at for message, at in zip(found.messages, found.history.message_times, strict=True) if message.op == WAIT
-    ]
-    assert len(waits) == 4 and len(decoded_at) >= len(waits)
+    waits = [at for message, at in zip(found.messages, found.history.message_times, strict=True) if message.op == WAIT]
+    assert len(waits) == 4
+    assert len(decoded_at) >= len(waits)
     for number, waited_at in enumerate(waits):
         n_before = sum(at <= waited_at for at in decoded_at)
         assert n_before * len(waits) == number * len(decoded_at), "each message is decoded after the wait for it"
