@@ -78,7 +78,7 @@ def serving_evaluation_view(evaluation: ServingEvaluation, every_row: bool = Fal
             for case, row in cases
         ]
         parts.append(Table((*words, *numbers), rows))
-    parts += _remarks("skipped", ((skipped.reason, skipped.line.id) for skipped in evaluation.skipped))
+    parts += _remarks("skipped", ((skipped.reason, skipped.name) for skipped in evaluation.skipped))
     parts += _remarks("assumed", ((text, row.case.line.id) for row in evaluation.rows for text in row.case.assumed))
     kinds = [(f"{kind.source}, {kind.regime}, {kind.metric}", kind) for kind in evaluation.summaries]
     parts += [_errors("source, regime, metric", kinds), *_legend("source", kinds)]
