@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.dry_run.record import READ, TO_DEVICE, TO_HOST, WRITE
 from shardwright.dry_run.recorder import OperationRecorder
-from shardwright.parallel.microbatch_runner import Microbatch, SequentialRunner
+from shardwright.parallel.microbatch import Microbatch
+from shardwright.parallel.microbatch_runner import SequentialRunner
 from shardwright.parallel.observer import (
     DiskUpdate,
     HostUpdate,

@@ -23,10 +23,11 @@ FSDP2 gathers and reduces inside of PyTorch, so it reports nothing here (`torch_
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from shardwright.parallel.microbatch import Microbatch
 from shardwright.schedule.actions import Action
 from shardwright.system.ranks_at import Phase
 
@@ -45,9 +46,9 @@ class StepPhase(NamedTuple):
 
 
 class StepPasses(NamedTuple):
-    """The passes of a training step over `microbatches`, which are `microbatch_runner.Microbatch`es."""
+    """The passes of a training step."""
 
-    microbatches: Sequence[Any]
+    microbatches: Sequence[Microbatch]
 
 
 class MessageWait(NamedTuple):
