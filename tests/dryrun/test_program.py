@@ -1,5 +1,6 @@
 """Proves what of a dry run no real run on a CPU can be compared with: the paths of a GPU, large worlds, bad input."""
 
+import inspect
 import re
 from typing import Any
 
@@ -8,12 +9,14 @@ import pytest
 from shardwright.config import parse
 from shardwright.dry_run.length import step_length
 from shardwright.dry_run.planned import PlannedRank, planned
-from shardwright.dry_run.program import dry_rank
-from shardwright.dry_run.record import DISK, LINK, READ, TO_DEVICE, TO_HOST, WRITE, RankRecord
+from shardwright.dry_run.program import CPU, dry_rank, empty_batch, record_steps
+from shardwright.dry_run.record import DISK, LINK, READ, TO_DEVICE, TO_HOST, WAIT, WRITE, RankRecord
 from shardwright.dry_run.run import DryRun, DryRunSettings, dry_run, how_of
 from shardwright.model.modules import rows
+from shardwright.parallel.compression import Integers
 from shardwright.system.errors import InputError, LayoutError
 from shardwright.system.units import GiB
+from shardwright.training.build import build_model, build_trainer
 from tests.distributed import run_ranks
 from tests.dryrun.worlds import Table, run_file
 
@@ -173,6 +176,39 @@ def test_a_gpu_has_the_activations_of_two_layers_and_the_host_all_others_which_a
     assert on_host.sent[LINK, TO_HOST].n_bytes == 3 * on_host.host_bytes, "those of one micro-batch at a time"
     less = on_device.peak_of_kinds["activations"] - on_host.peak_of_kinds["activations"]
     assert 0.6 * on_host.host_bytes < less
+
+
+def with_history(table: Table, rank: int) -> RankRecord:
+    return dry_rank(parse(table), rank, gpu=True, history=True)
+
+
+@pytest.mark.prove
+def test_a_rank_waits_for_a_compressed_message_before_it_decodes_it():
+    (found,) = run_ranks(with_history, 1, run_file("dense", {"pp": 2, "compress_pipeline": "int8"}, "bf16"), 1)
+    assert found.history is not None
+    lines, first = inspect.getsourcelines(Integers.decode)
+    decoder = {f"parallel/compression.py:{first + at}" for at in range(len(lines))}
+    decoded_at = [made.sizes[0][0] for made in found.history.allocations if made.line in decoder]
+    waits = [at for message, at in zip(found.messages, found.history.message_times, strict=True) if message.op == WAIT]
+    assert len(waits) == 4
+    assert len(decoded_at) >= len(waits)
+    for number, waited_at in enumerate(waits):
+        n_before = sum(at <= waited_at for at in decoded_at)
+        assert n_before * len(waits) == number * len(decoded_at), "each message is decoded after the wait for it"
+
+
+def hooks_after(table: Table) -> int:
+    """The hooks of gradients that a recorded step leaves."""
+    config = parse(table)
+    trainer = build_trainer(config, build_model(config, CPU, compiled=False), CPU, compiled=False)
+    record_steps(trainer, config, 0, lambda _, n: empty_batch(config, n), 2, gpu=False)
+    parameters = trainer.model.named_parameters.values()
+    return sum(len(parameter._backward_hooks or ()) for parameter in parameters)
+
+
+@pytest.mark.prove
+def test_a_recorded_step_leaves_no_hooks_on_gradients():
+    assert run_ranks(hooks_after, 1, run_file("dense", {})) == [0]
 
 
 def test_a_rank_outside_of_the_world_is_refused():

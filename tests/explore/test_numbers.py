@@ -20,8 +20,10 @@ from shardwright.model.by_sizes import sizes_of_spec
 from shardwright.model.presets import PRESETS
 from shardwright.planner.diff import diff
 from shardwright.planner.headline import headline
+from shardwright.report.diff_view import memory_table, time_table
 from shardwright.report.plan_pictures import with_allocator
 from shardwright.system.units import format_bytes, format_seconds
+from shardwright.view.document import Table
 from shardwright.view.html import fragment
 from tests.cli.plans import plan
 from tests.explore.states import STARTS, random_state
@@ -72,6 +74,12 @@ def test_the_communication_of_the_page_is_the_communication_of_the_cost_model():
     assert "8 ranks, 1 apart, over 1 node: links inside a node" in " ".join(each.caption for each in inside.meshes)
 
 
+def tones(table: Table) -> dict[str, str]:
+    """The tone of each row's difference."""
+    rows = [list(table.cells(row)) for row in table.rows]
+    return {row[0].text: row[-1].tone for row in rows}
+
+
 def test_a_pinned_layout_is_compared_term_by_term():
     pinned = "count=8&recompute=full"
     state = parse(f"count=8&tp=2&pin={pinned.replace('=', '%3D').replace('&', '%26')}").state
@@ -82,6 +90,13 @@ def test_a_pinned_layout_is_compared_term_by_term():
         assert f">{term.name}</td>" in html
     assert f"{found.b.step_s - found.a.step_s:+.4g}" in html
     assert f"{(found.b.peak_bytes - found.a.peak_bytes) / 2**30:+.4g}" in html
+    assert tones(time_table(found))["recomputation"] == tones(time_table(found))["all"] == "good"
+    assert tones(time_table(found))["tensor parallel"] == tones(memory_table(found))["all"] == "bad"
+    assert tones(memory_table(found))["master"] == "", "the difference is 3e-6 of the whole"
+    twice = parse(f"count=8&tp=2&global_batch={2 * state.job.global_batch}").state
+    other = diff(state.priced, twice.priced)
+    assert other.per == "a token"
+    assert set(tones(time_table(other)).values()) == {"", "strong"}
 
 
 def test_the_interval_is_of_the_layout_of_the_page_and_not_of_the_pinned_one():

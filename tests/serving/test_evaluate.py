@@ -154,8 +154,10 @@ def test_every_problem_of_a_row_or_of_the_columns_is_told_at_once(tmp_path: Path
     assert isinstance(skipped, SkippedServingRow)
     for part in ("tp='two'", "value='-1'", "model is empty", "id is empty"):
         assert part in skipped.reason
-    document = evaluate(table(tmp_path, GOOD, bad)).as_json()
-    assert [row["measured"] for row in document["rows"]] == [5000, None]
+    document = evaluate(table(tmp_path, GOOD, bad, GOOD | {"id": "", "metric": "itl"})).as_json()
+    assert [row["measured"] for row in document["rows"]] == [5000, "-1", 5000]
+    assert [row["metric"] for row in document["rows"]] == [GOOD["metric"], GOOD["metric"], "itl"]
+    assert [row["id"] for row in document["rows"]] == ["x1", "line 3", "line 4"]
     with pytest.raises(InputError, match="row 3: id=x1: row 2 has the same"):
         read(table(tmp_path, GOOD, GOOD))
     with pytest.raises(InputError, match="column 'tpp' is not known"):

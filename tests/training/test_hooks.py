@@ -67,6 +67,11 @@ PARTS = {
     "clock": ("training/clock.py:PhaseClock",),
     "samples": ("training/sources.py:RunSamples",),
     "log": ("training/run_log.py:RunLog",),
+    "observers": ("parallel/observer.py:Observers",),
+    "monitor": ("training/resilience/monitor.py:Monitor",),
+    "timeline": ("training/clock.py:StepTimeline", "training/timeline.py:TimelineFile"),
+    "loop": ("training/loop.py:TrainLoop",),
+    "saving": ("training/saving.py:SaveCheckpoints",),
 }
 """The name that code gives an object -> its classes."""
 OF_OTHERS = "verification/trainers/torchtitan.py"
@@ -74,11 +79,16 @@ OF_OTHERS = "verification/trainers/torchtitan.py"
 
 
 def stored_attributes(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """The last name of each object of which an attribute is set, and the attribute."""
+    """The last name of each object of which an attribute is set, and the attribute, also by `setattr` with a text."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            owner = node.value
-            yield owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", ""), node.attr
+        match node:
+            case ast.Attribute(owner, attribute, ast.Store()):
+                pass
+            case ast.Call(ast.Name("setattr"), [owner, ast.Constant(attribute), _]):
+                pass
+            case _:
+                continue
+        yield owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", ""), attribute
 
 
 def attributes_of(root: Path, part: str) -> set[str]:
@@ -98,6 +108,8 @@ def test_no_file_sets_an_attribute_of_a_part_of_a_run_from_outside():
     }
     assert {"optimizer", "spikes", "update", "_microbatches"} <= attributes["trainer"]
     assert {"step", "_update", "link"} <= attributes["optimizer"]
+    by_text = ast.parse("run.trainer._x = f; setattr(run.trainer, '_y', f); setattr(loop, 'step', 3)")
+    assert sorted(stored_attributes(by_text)) == [("loop", "step"), ("trainer", "_x"), ("trainer", "_y")]
     outside = [
         f"{path.relative_to(root)}: {owner}.{attribute}"
         for path in sorted(root.rglob("*.py"))

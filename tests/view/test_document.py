@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from shardwright.explore.page import style
+from shardwright.system.console import PlainConsole
 from shardwright.view.document import (
     BYTES,
     CODE,
@@ -95,3 +96,13 @@ def test_a_row_that_is_printed_when_it_is_computed_stands_under_its_heading():
     console, file = printed()
     print_parts([Table(TABLE.columns, TABLE.rows, streamed=True)], console)
     assert not file.getvalue(), "it is not printed a second time"
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_name_with_control_characters_newlines_and_tabs_is_one_whole_cell_of_one_row(stacked: bool):
+    table = Table((Column("name"), Column("calls", COUNT)), [("a\x1b[31m\tb\nc", 12345), ("d", 6)], stacked=stacked)
+    out = io.StringIO()
+    print_parts([table, Note("text", "e\nf")], PlainConsole(file=out, width=80))
+    row, *others = [line.split() for line in out.getvalue().splitlines() if line][not stacked :]
+    assert row == ["a\\x1b[31m\\x09b\\x0ac" + ":" * stacked, "12,345"]
+    assert others == [["d" + ":" * stacked, "6"], ["e\\x0af:", "text"]]

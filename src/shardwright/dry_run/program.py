@@ -21,7 +21,7 @@ from shardwright.dry_run.watch import watched
 from shardwright.model.device_type import assumed
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.expert import ReadCounts
-from shardwright.parallel.microbatch_runner import Microbatch
+from shardwright.parallel.microbatch import Microbatch
 from shardwright.split.stages import schedule_problems
 from shardwright.system.torch_private import (
     CHUNKS_OF_PARAMETER,

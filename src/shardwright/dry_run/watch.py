@@ -16,10 +16,12 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.dry_run.record import READ, TO_DEVICE, TO_HOST, WRITE
 from shardwright.dry_run.recorder import OperationRecorder
-from shardwright.parallel.microbatch_runner import Microbatch, SequentialRunner
+from shardwright.parallel.microbatch import Microbatch
+from shardwright.parallel.microbatch_runner import SequentialRunner
 from shardwright.parallel.observer import (
     DiskUpdate,
     HostUpdate,
+    MessageWait,
     Need,
     Observer,
     PostedMessage,
@@ -38,8 +40,8 @@ from shardwright.training.offload.on_host import OptimizerOnHost
 from shardwright.training.step import Trainer
 
 REDUCE, UPDATE, AFTER = "gradients", "optimizer", "after the step"
-"""Actions after the last micro-batch: sums of the gradients of replicas and tied parameters; norm, clipping and update;
-nothing. With a pipeline the sums are a part of the last action."""
+"""Actions after the last micro-batch. REDUCE: gradients of replicas and tied parameters are summed; with a pipeline
+this is a part of the last action. UPDATE: norm, clipping and update. AFTER: the rest of the step."""
 
 
 class DryRunObserver(Observer):
@@ -66,7 +68,8 @@ class DryRunObserver(Observer):
         self._from: dict[Need, tuple[int, int]] = {}
         """The sender of each message, in the world, and the number of the message among the sender's messages."""
         self._received: Counter[int] = Counter()
-        self._update = ExitStack()
+        self.update = ExitStack()
+        """The contexts of the running update of a host or disk."""
 
     def begin(self, running: Running) -> None:
         match running:
@@ -74,13 +77,15 @@ class DryRunObserver(Observer):
                 self.recorder.begin(str(running))
             case StepPasses(microbatches):
                 self.on_passes(microbatches)
+            case MessageWait((stage, op, microbatch)):
+                self.recorder.wait(f"{stage}{op}{microbatch}", *self._from.pop((stage, op, microbatch)))
             case HostUpdate():
-                self._update.enter_context(self.recorder.on_host())
+                self.update.enter_context(self.recorder.on_host())
             case DiskUpdate(n_bytes, used_bytes):
                 over_link = 0 if self.beside_parameters else used_bytes
                 self.recorder.copied(READ, n_bytes)
                 self.recorder.copied(TO_DEVICE, over_link)
-                self._update.enter_context(self.recorder.extra_memory(over_link, "states"))
+                self.update.enter_context(self.recorder.extra_memory(over_link, "states"))
 
     def end(self, running: Running) -> None:
         match running:
@@ -97,9 +102,9 @@ class DryRunObserver(Observer):
             case StepPhase():
                 self.recorder.begin(AFTER)
             case HostUpdate():
-                self._update.close()
+                self.update.close()
             case DiskUpdate(n_bytes, used_bytes):
-                self._update.close()
+                self.update.close()
                 self.recorder.copied(TO_HOST, 0 if self.beside_parameters else used_bytes)
                 self.recorder.copied(WRITE, n_bytes)
 
@@ -110,8 +115,7 @@ class DryRunObserver(Observer):
                 (self.recorder.put_on_host if to_host else self.recorder.mark)(activations, "activations")
             case PostedMessage(need, sender, tensor):
                 self._post(need, sender, tensor)
-            case ReceivedMessage((stage, op, microbatch), tensor):
-                self.recorder.wait(f"{stage}{op}{microbatch}", *self._from.pop((stage, op, microbatch)))
+            case ReceivedMessage((_, op, _), tensor):
                 self.recorder.mark(tensor, "activations" if op == "F" else "communication")
 
     def mark_buffers(self) -> None:
@@ -139,14 +143,15 @@ def watched(
     """Record the step that a trainer takes in the block. The trainer must have taken a step before, in which FSDP
     allocates the unsharded parameters. `on_passes`: as for `DryRunObserver`."""
     observer = DryRunObserver(trainer, recorder, on_passes)
-    _mark_before(trainer, recorder, observer)
     on_host = _copies_of_shards(recorder) if observer.beside_parameters else nullcontext()
-    with trainer.model.observers.joined(observer), on_host:
-        yield
+    with ExitStack() as hooks, observer.update:
+        _mark_before(trainer, recorder, observer, hooks)
+        with trainer.model.observers.joined(observer), on_host:
+            yield
 
 
-def _mark_before(trainer: Trainer, recorder: OperationRecorder, observer: DryRunObserver) -> None:
-    """Mark the tensors that exist before the step, and the gradients that it computes."""
+def _mark_before(trainer: Trainer, recorder: OperationRecorder, observer: DryRunObserver, hooks: ExitStack) -> None:
+    """Mark the tensors that exist before the step, and the gradients that it computes until `hooks` is closed."""
     model, optimizer = trainer.model, trainer.optimizer
     own = [*(model.named_parameters | model.plain_parameters).values(), *model.tied.duplicates]
     if observer.beside_parameters:
@@ -162,7 +167,7 @@ def _mark_before(trainer: Trainer, recorder: OperationRecorder, observer: DryRun
     observer.mark_buffers()
     for tensor in (*own, *chain.from_iterable(engine.parameters_in_use() for engine in observer.engines)):
         if tensor.requires_grad and not isinstance(tensor, DTensor):
-            tensor.register_hook(lambda gradient: recorder.mark(gradient, "gradients"))
+            hooks.callback(tensor.register_hook(lambda gradient: recorder.mark(gradient, "gradients")).remove)
     if trainer.average is not None:
         on_host = trainer.average.section.device == "cpu" or observer.beside_parameters
         _states({"average": trainer.average.tensors}, recorder, on_host)

@@ -34,7 +34,7 @@ from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.collectives import start_gather_tokens
 from shardwright.parallel.loss import gather_vocabulary
-from shardwright.parallel.microbatch_runner import Microbatch
+from shardwright.parallel.microbatch import Microbatch
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.tensor import VocabularyHead
 from shardwright.split.rules import sequence_cuts

@@ -1,28 +1,33 @@
 """The observer of a rank: reports what runs now, and the tensors that go to another memory or rank.
 
 The parts of a run report to the `Observers` of their model, the only place where a listener is added. Without a
-listener an event costs one loop over an empty list. No event is reported for a single operator.
+listener an event costs its tuple, the context manager of `during` and a loop over an empty list. No event is reported
+for a single operator.
 
 | event             | what happens                                                | reported by                       |
 | ----------------- | ----------------------------------------------------------- | --------------------------------- |
-| `StepPhase`       | a phase of a step; `log` and `agreement` have no end        | train loop, trainer, evaluation   |
+| `StepPhase`       | a phase of a step                                           | `TrainLoop`, `Trainer`,           |
+|                   |                                                             | `SaveCheckpoints`, evaluation,    |
+|                   |                                                             | `training/references.py`          |
 | `StepPasses`      | the passes of a training step, and the reduction after them | runner of micro-batches           |
 | `Action`          | an action of the passes, after the wait for its input       | runner of micro-batches           |
+| `MessageWait`     | the rank waits for the input of an action                   | `PipelineMessages`                |
 | `HostUpdate`      | the host updates a bucket of parameters                     | `OptimizerOnHost`                 |
 | `DiskUpdate`      | a chunk of states is read, updated and written              | `OptimizerOnDisk`                 |
 | `TensorCopy`      | tensors are copied between the host and the device          | `ActivationsOnHost`, `HostLink`   |
 | `PostedMessage`   | a message of the pipeline is about to start                 | `PipelineMessages`                |
-| `ReceivedMessage` | a message of the pipeline has arrived                       | `PipelineMessages`                |
+| `ReceivedMessage` | a message of the pipeline has arrived and is decoded        | `PipelineMessages`                |
 
 FSDP2 gathers and reduces inside of PyTorch, so it reports nothing here (`torch_private.observed_shards`).
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from shardwright.parallel.microbatch import Microbatch
 from shardwright.schedule.actions import Action
 from shardwright.system.ranks_at import Phase
 
@@ -31,16 +36,25 @@ Need = tuple[int, Literal["F", "B"], int]
 
 
 class StepPhase(NamedTuple):
-    """A phase of step number `step` (0-based)."""
+    """A phase. `step`: number of the step (0-based); for "checkpoint", "evaluation" and "agreement", completed steps.
+
+    "log" and "agreement" have no end: the next phase ends them. "data" may start several times while it waits, and
+    "evaluation" starts for each micro-batch of reference log-probabilities; both end once."""
 
     phase: Phase
     step: int
 
 
 class StepPasses(NamedTuple):
-    """The passes of a training step over `microbatches`, which are `microbatch_runner.Microbatch`es."""
+    """The passes of a training step."""
 
-    microbatches: Sequence[Any]
+    microbatches: Sequence[Microbatch]
+
+
+class MessageWait(NamedTuple):
+    """The wait for a message of the pipeline, before the message is decoded."""
+
+    need: Need
 
 
 class HostUpdate(NamedTuple):
@@ -55,7 +69,8 @@ class DiskUpdate(NamedTuple):
 
 
 class TensorCopy(NamedTuple):
-    """A copy to the host, or from the host to the device. `activations`: the new tensor, if activations are copied."""
+    """A copy to the host, or from the host to the device. `activations`: the new tensor, if activations are copied; the
+    copy starts after the event, so its contents are undefined during the event."""
 
     to_host: bool
     n_bytes: int
@@ -77,13 +92,13 @@ class ReceivedMessage(NamedTuple):
     tensor: Tensor
 
 
-Running = StepPhase | StepPasses | Action | HostUpdate | DiskUpdate
+Running = StepPhase | StepPasses | Action | MessageWait | HostUpdate | DiskUpdate
 Transfer = TensorCopy | PostedMessage | ReceivedMessage
 
 
 class Observer:
-    """Receives the events of a rank. Every method does nothing unless a subclass overrides it. Actions of evaluations
-    are not reported."""
+    """Receives the events of a rank. Every method does nothing unless a subclass overrides it. Evaluations report
+    their messages, and the waits for them, but neither passes nor actions."""
 
     def begin(self, running: Running) -> None:
         """Something starts."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from shardwright.config.sections import PreferenceSection
 from shardwright.parallel.loss import CrossEntropy, token_losses
-from shardwright.parallel.microbatch_runner import PairTargets
+from shardwright.parallel.microbatch import PairTargets
 
 METRICS = ("margin", "accuracy", "chosen_reward", "rejected_reward")
 """The numbers of a step next to its loss, means over the pairs of the global batch: beta h; the share of pairs with

@@ -58,6 +58,7 @@ def keep_secondary_shards(module: FSDPModule, group: dist.ProcessGroup, device_t
         for parameter in parameters.fsdp_params:
             hooked: Any = parameter
             hooked.to_sharded_post_forward = partial(_keep_part, parameter, group)
+            set_secondary_shard(parameter, None)
 
 
 def drop_secondary_shards(module: FSDPModule) -> None:

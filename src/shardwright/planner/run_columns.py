@@ -68,7 +68,7 @@ def decimal_column(
     help: str, low: float, high: float, needed: str = "", *, empty: float | None = None, optional: bool = False
 ) -> Any:
     """Return a column of decimals from `low` to `high`."""
-    bounds = " to ".join(f"{Decimal(str(end)):f}" for end in (low, high))
+    bounds = " to ".join(f"{Decimal(str(end)):,f}" for end in (low, high))
     form = r"[0-9]{1,15}(\.[0-9]{1,20})?"
     return _column(
         help,

@@ -1,16 +1,19 @@
 """The document of `plan diff`: two run files, and the terms of time and memory in which they differ."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 from shardwright.planner.choice import PricedLayout
 from shardwright.planner.diff import DiffTerm, PlanDifference
 from shardwright.system.units import GiB, format_bytes, format_seconds
-from shardwright.view.document import Code, Column, Marked, Note, Part, Quantity, Section, Table, VerbDocument
+from shardwright.view.document import Code, Column, Marked, Note, Part, Quantity, Section, Table, Tone, VerbDocument
 
 SHOWN = 4
 """Number of the most different terms, whose formulas are shown."""
 ROUNDING = 1e-6
 """Share of the larger total below which the terms that are equal in both are not a row."""
+NOT_COLOURED = 1e-4
+"""Share of the larger total below which a difference has no tone."""
 
 
 def diff_view(difference: PlanDifference, names: tuple[str, str]) -> VerbDocument:
@@ -52,7 +55,7 @@ def time_verdict(slower: float, per: str, a: str = "A", b: str = "B") -> str:
 def time_table(difference: PlanDifference, names: tuple[str, str] = ("A", "B")) -> Table:
     """Return the terms of the step time that differ. `names`: of the two layouts."""
     totals = difference.a.step_s, difference.b.step_s
-    return _table("time", "s", difference.time, 1.0, totals, names)
+    return _table("time", "s", difference.time, 1.0, totals, names, coloured=difference.per == "a step")
 
 
 def memory_table(difference: PlanDifference, names: tuple[str, str] = ("A", "B")) -> Table:
@@ -62,23 +65,31 @@ def memory_table(difference: PlanDifference, names: tuple[str, str] = ("A", "B")
 
 
 def _table(
-    title: str, unit: str, terms: Sequence[DiffTerm], one: float, totals: tuple[float, float], names: tuple[str, str]
+    title: str,
+    unit: str,
+    terms: Sequence[DiffTerm],
+    one: float,
+    totals: tuple[float, float],
+    names: tuple[str, str],
+    coloured: bool = True,
 ) -> Table:
-    """Return the table of the terms. `one`: a unit in seconds or bytes; `totals`: of both layouts."""
+    """Return the table of the terms. `one`: a unit in seconds or bytes; `totals`: of both layouts. `coloured`: whether
+    more is worse, which it is not in steps of different numbers of tokens."""
     value, more = Quantity(lambda n: f"{n / one:.4g}"), Quantity(lambda n: f"{n / one:+.4g}")
     a, b = names
-    columns = Column(title), Column(f"{a} {unit}", value), Column(f"{b} {unit}", value), Column(f"{b} - {a}", more)
-    rows: list[Sequence[object]] = [(term.name, term.a, term.b, _coloured(term.more)) for term in terms]
     first, second = totals
+    least = NOT_COLOURED * max(totals) if coloured else math.inf
+
+    def tone(more: float) -> Tone:
+        return "" if abs(more) < least else "bad" if more > 0 else "good"
+
+    columns = Column(title), Column(f"{a} {unit}", value), Column(f"{b} {unit}", value), Column(f"{b} - {a}", more)
+    rows: list[Sequence[object]] = [(term.name, term.a, term.b, Marked(term.more, tone(term.more))) for term in terms]
     equal = first - sum(term.a for term in terms)
     if equal > ROUNDING * max(totals):
         rows.append(("equal in both", equal, equal, None))
-    rows.append((Marked("all", "strong"), first, second, Marked(second - first, "strong")))
+    rows.append((Marked("all", "strong"), first, second, Marked(second - first, tone(second - first) or "strong")))
     return Table(columns, rows)
-
-
-def _coloured(more: float) -> Marked:
-    return Marked(more, "bad" if more > 0 else "good")
 
 
 def _formulas(terms: Sequence[DiffTerm]) -> Iterator[Part]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from shardwright.planner.error_summary import INTERVAL, ErrorSummary
 from shardwright.planner.evaluate import MEASURED_RUNS, QUANTITIES, PlanEvaluation
-from shardwright.rl.measured import RLEvaluation
+from shardwright.rl.measured import PUBLISHED, RLEvaluation
 from shardwright.serving.evaluate import MEASUREMENTS, ServingEvaluation
 from shardwright.view.document import (
     CHANGE,
@@ -78,7 +78,7 @@ def serving_evaluation_view(evaluation: ServingEvaluation, every_row: bool = Fal
             for case, row in cases
         ]
         parts.append(Table((*words, *numbers), rows))
-    parts += _remarks("skipped", ((skipped.reason, skipped.line.id) for skipped in evaluation.skipped))
+    parts += _remarks("skipped", ((skipped.reason, skipped.name) for skipped in evaluation.skipped))
     parts += _remarks("assumed", ((text, row.case.line.id) for row in evaluation.rows for text in row.case.assumed))
     kinds = [(f"{kind.source}, {kind.regime}, {kind.metric}", kind) for kind in evaluation.summaries]
     parts += [_errors("source, regime, metric", kinds), *_legend("source", kinds)]
@@ -96,7 +96,10 @@ def rl_evaluation_view(evaluation: RLEvaluation) -> VerbDocument:
         )
         for prediction in evaluation.rows
     ]
-    parts: list[Part] = [Table((Column("row"), *times, Column("predicted parts, in seconds")), rows)]
+    parts: list[Part] = []
+    if evaluation.path == PUBLISHED:
+        parts.append(Note(f"{PUBLISHED.name}, the published steps that come with shardwright"))
+    parts += [Table((Column("row"), *times, Column("predicted parts, in seconds")), rows)]
     parts += _remarks("skipped", ((row.why_not, row.id) for row in evaluation.skipped))
     parts.append(_errors("rows of", list(evaluation.summaries().items())))
     return VerbDocument(f"{evaluation.path}: predicted and measured", evaluation.as_json(), parts)

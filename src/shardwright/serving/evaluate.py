@@ -11,7 +11,7 @@ import numpy as np
 from shardwright.planner.error_summary import ComparedRow, ErrorSummary, summary
 from shardwright.serving import forms
 from shardwright.serving.interval import KINDS, interval
-from shardwright.serving.measured import FULL, LOOP, ServingCase, ServingTableRow, SkippedServingRow, as_json, read
+from shardwright.serving.measured import FULL, LOOP, ServingCase, SkippedServingRow, as_json, read, skipped
 from shardwright.serving.memory import largest_batch, memory
 from shardwright.serving.rates import FittedRates, Rates, fitted
 from shardwright.serving.setting import Serving, Settings
@@ -74,18 +74,20 @@ class ServingEvaluation:
     def as_json(self) -> dict[str, Any]:
         """Return `rows`, with the skipped ones after the others, and `sources`."""
         rows = [
-            _row_json(row.case.line)
+            _row_json(row.case.line.id, row.case.line.source_id, row.case.line.metric, row.case.measured)
             | {"predicted": row.predicted, "left_out": row.left_out, "left_out_interval": row.interval}
             | as_json(row.case)
             for row in self.rows
         ]
-        skipped = [_row_json(row.line) | {"skipped": row.reason} for row in self.skipped]
-        return {"file": str(self.path), "rows": rows + skipped, "sources": [vars(kind) for kind in self.summaries]}
+        rows += [
+            _row_json(row.name, row.source, row.metric, row.measured) | {"skipped": row.reason} for row in self.skipped
+        ]
+        return {"file": str(self.path), "rows": rows, "sources": [vars(kind) for kind in self.summaries]}
 
 
-def _row_json(line: ServingTableRow) -> dict[str, Any]:
+def _row_json(name: str, source: str, metric: str, measured: float | str) -> dict[str, Any]:
     """Return the JSON of a row that has no prediction."""
-    names = {"id": line.id, "source": line.source_id, "metric": line.metric, "measured": line.value}
+    names = {"id": name, "source": source, "metric": metric, "measured": measured}
     return names | dict.fromkeys(("predicted", "left_out", "left_out_interval", "skipped"))
 
 
@@ -95,17 +97,17 @@ def evaluate(path: Path) -> ServingEvaluation:
     Raises InputError with every column and cell that is not valid. A row without a price is skipped.
     """
     best, without = fitted()
-    rows, skipped = [], []
+    rows, without_price = [], []
     for case in read(path):
         if isinstance(case, SkippedServingRow):
-            skipped.append(case)
+            without_price.append(case)
             continue
         others = without.get(case.line.source_id)
         try:
             rows.append(ServingPrediction(case, predict(case, best), None if others is None else predict(case, others)))
         except InputError as error:
-            skipped.append(SkippedServingRow(case.line, error.problems[0]))
-    return ServingEvaluation(path, tuple(rows), tuple(skipped))
+            without_price.append(skipped(case.line, error))
+    return ServingEvaluation(path, tuple(rows), tuple(without_price))
 
 
 def predict(case: ServingCase, constants: FittedRates) -> float:

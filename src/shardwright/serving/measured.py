@@ -13,7 +13,7 @@ the lengths are: nothing here is fitted.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -93,9 +93,13 @@ class ServingCase:
 
 @dataclass(frozen=True)
 class SkippedServingRow:
-    """A row without a prediction, and the reason."""
+    """A row without a prediction, and the reason. `name`: its id, or its line in the file. `metric`, `measured`: a cell
+    that is not valid as its text."""
 
-    line: ServingTableRow
+    name: str
+    source: str
+    metric: str
+    measured: float | str
     reason: str
 
 
@@ -109,17 +113,38 @@ def read(path: Path) -> list[ServingCase | SkippedServingRow]:
 
     Raises InputError with every problem of the columns, and for rows of another width or with equal ids.
     """
-    return [_case(line, problems) for _, line, problems in read_rows(path, MEASUREMENTS_TABLE)]
+    texts: list[Mapping[str, str]] = []
+
+    def needed(_: ServingTableRow, cells: Mapping[str, str]) -> dict[str, bool]:
+        texts.append(cells)
+        return {"always": True}
+
+    rows = read_rows(path, replace(MEASUREMENTS_TABLE, needed=needed))
+    return [
+        _case(line) if not problems else _invalid(number, line, cells, problems)
+        for (number, line, problems), cells in zip(rows, texts, strict=True)
+    ]
 
 
-def _case(line: ServingTableRow, problems: Sequence[str]) -> ServingCase | SkippedServingRow:
+def skipped(line: ServingTableRow, error: InputError) -> SkippedServingRow:
+    """Return a valid row that cannot be priced."""
+    return SkippedServingRow(line.id, line.source_id, line.metric, line.value, error.problems[0])
+
+
+def _invalid(
+    number: int, line: ServingTableRow, cells: Mapping[str, str], problems: Sequence[str]
+) -> SkippedServingRow:
+    """Return a row with problems. `number`: its line in the file; `cells`: the text of its cells."""
+    name, measured = line.id or f"line {number}", cells["value"] if line.value is None else line.value
+    return SkippedServingRow(name, line.source_id, cells["metric"], measured, "; ".join(problems))
+
+
+def _case(line: ServingTableRow) -> ServingCase | SkippedServingRow:
     """Return the run that a row describes, or the reason why it cannot be priced."""
-    if problems:
-        return SkippedServingRow(line, "; ".join(problems))
     try:
         return _priced(line)
     except InputError as error:
-        return SkippedServingRow(line, error.problems[0])
+        return skipped(line, error)
 
 
 def _priced(line: ServingTableRow) -> ServingCase:

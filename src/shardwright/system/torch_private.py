@@ -204,8 +204,8 @@ def shard_of(parameter: FSDPParam) -> Tensor:
 
 def secondary_shard_of(parameter: FSDPParam) -> Tensor | None:
     """Return this rank's part of a gathered parameter that is kept for the backward pass (secondary shard),
-    or None."""
-    return getattr(parameter, "_sharded_post_forward_param_data", None)
+    or None. Only parameters of `secondary.keep_secondary_shards`, which replaces a method, have such a shard."""
+    return parameter._sharded_post_forward_param_data if "to_sharded_post_forward" in vars(parameter) else None
 
 
 def set_secondary_shard(parameter: FSDPParam, shard: Tensor | None) -> None:
@@ -298,7 +298,7 @@ def observed_shards(
 
     PyTorch 2.13 has no public hook at these places: hooks of modules run before prefetched groups are gathered, and
     `set_custom_all_gather` and `set_custom_reduce_scatter` are not called for groups of one rank. So this function
-    replaces four private attributes of FSDP2; nothing else in the package does.
+    replaces four private attributes of FSDP2, and is the only place that replaces these four.
     """
 
     def gathering(start: Callable[..., Any]) -> Callable[..., Any]:

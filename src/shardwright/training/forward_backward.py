@@ -26,7 +26,7 @@ from shardwright.model.documents import Documents, restarted
 from shardwright.model.expert_choices import replayed
 from shardwright.model.random import EVALUATION, sample_keys
 from shardwright.parallel.loss import ChunkedLoss, bound, gather_vocabulary, log_probabilities, loss_sum, token_losses
-from shardwright.parallel.microbatch_runner import Loss, Microbatch, PairTargets
+from shardwright.parallel.microbatch import Loss, Microbatch, PairTargets
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.norm import LocalNorms, clip_gradients, gradient_norm
 from shardwright.parallel.preference import METRICS, PairLoss

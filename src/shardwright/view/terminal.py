@@ -8,7 +8,8 @@ from rich.segment import Segments
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from shardwright.view.document import Code, Fact, Facts, Note, Part, Picture, Section, Table, Tone
+from shardwright.system.console import visible_line
+from shardwright.view.document import Code, Fact, Facts, Note, Part, Picture, Section, Table, TextCell, Tone
 
 _BLOCKS = Table | Code | Picture
 """Parts with an empty line before and after them."""
@@ -57,7 +58,7 @@ def _print_line(console: Console, line: Text) -> None:
 
 
 def _sentence(note: Note) -> Text:
-    lead = Text(f"{note.lead}: ", _STYLES[note.tone]) if note.lead else Text()
+    lead = Text(f"{visible_line(note.lead)}: ", _STYLES[note.tone]) if note.lead else Text()
     return lead + Text(note.text, "" if note.lead else _STYLES[note.tone])
 
 
@@ -74,14 +75,19 @@ def _rows(table: Table) -> RichTable:
     for made, column in zip(result.columns, table.columns, strict=True):
         made.justify = "left" if column.quantity.left else "right"
     for row in table.rows:
-        result.add_row(*(Text(cell.text, _STYLES[cell.tone]) for cell in table.cells(row)))
+        result.add_row(*(_cell_text(cell) for cell in table.cells(row)))
     return result
+
+
+def _cell_text(cell: TextCell) -> Text:
+    """Return a cell as it is printed: a width is measured after escapes, and a newline or tab would break a row."""
+    return Text(visible_line(cell.text), _STYLES[cell.tone])
 
 
 def _stacks(table: Table) -> Iterator[Text]:
     """Yield the first two cells of each row as a line, and each further cell as a line of its own."""
     for row in table.rows:
-        name, value, *more = (Text(cell.text, _STYLES[cell.tone]) for cell in table.cells(row))
+        name, value, *more = (_cell_text(cell) for cell in table.cells(row))
         yield name + Text(": ") + value
         for cell in more:
             yield Text("  ") + cell
@@ -110,7 +116,7 @@ class TableStream:
         self._print([Text(column.name, "bold") for column in table.columns])
 
     def add(self, row: Sequence[Any]) -> None:
-        self._print([Text(cell.text, _STYLES[cell.tone]) for cell in self._table.cells(row)])
+        self._print([_cell_text(cell) for cell in self._table.cells(row)])
 
     def _print(self, cells: Sequence[Text]) -> None:
         line = Text("  ").join(

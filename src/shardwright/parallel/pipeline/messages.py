@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.parallel.compression import Codec, decode_rows, encode_rows
-from shardwright.parallel.observer import Need, Observer, PostedMessage, ReceivedMessage
+from shardwright.parallel.observer import MessageWait, Need, Observer, PostedMessage, ReceivedMessage
 from shardwright.parallel.point_to_point import PendingMessage, TensorMessage, start
 from shardwright.schedule.messages import PairExchange
 from shardwright.split.compression import transit_row_bytes
@@ -71,7 +71,8 @@ class PipelineMessages:
 
     def receive(self, need: Need) -> Tensor:
         """Wait for a message whose receive was started; return its tensor."""
-        tensor = self._receiving.pop(need).wait()
+        with self.observer.during(MessageWait(need)):
+            tensor = self._receiving.pop(need).wait()
         if self.codec is not None:
             shape, dtype = self._shapes.pop(need)
             tensor = decode_rows(tensor, self.codec, shape[-1], dtype).view(shape)

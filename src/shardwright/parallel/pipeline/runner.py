@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwright.parallel.data import DataEngine
-from shardwright.parallel.microbatch_runner import Loss, Microbatch
+from shardwright.parallel.microbatch import Loss, Microbatch
 from shardwright.parallel.observer import NO_OBSERVER, Need, Observer, StepPasses
 from shardwright.parallel.pipeline.messages import PipelineMessages
 from shardwright.parallel.pipeline.stage import StageModel
