@@ -208,6 +208,7 @@ class LeftOut:
         self.runs = runs
         self.families = np.array([run.measured.family for run in runs])
         self.measured = np.log([run.measured.step_time_s for run in runs])
+        left_out = {family: replace(each, software=software(runs, family)) for family, each in left_out.items()}
         by = [left_out[run.measured.family] for run in runs]
         timed = [timed_run(run, each) for run, each in zip(runs, by, strict=True)]
         self.features = np.concatenate([features(job, time) for job, time in timed])
@@ -225,10 +226,8 @@ class LeftOut:
         """The widths of intervals over all families but one, with LEAST_WIDTH; `unmeasured`, `software`: by what the
         error exceeds the rest of the width without the constants of the own die, or of the own software."""
         kept = self.families != but
-        families, x = (
-            self.families[kept],
-            self.features[kept] * [term not in ("unmeasured", "software") for term in TERMS],
-        )
+        families = self.families[kept]
+        x = self.features[kept] * [term not in ("unmeasured", "software") for term in TERMS]
         known = balanced_regression(x, np.abs(self.errors[kept]), families)
         unseen = {"unmeasured": self.other_die[kept], "software": self.other_software[kept]}
         one, weights = np.ones((len(x), 1)), equal_weights(families)
@@ -303,9 +302,9 @@ def software(runs: Iterable[PredictableRun], but: str = "") -> list[str]:
 
 
 def balanced_regression(x: Floats, errors: Floats, families: NDArray[np.str_]) -> Floats:
-    """Coefficients of the width of which each family has about the same share of its rows inside, as far as the terms
-    allow: each family counts the same at first, and then more if fewer of its rows are inside than of others. Of all
-    rounds, the one with the least shortage and excess over `EVEN` in families of more than `FEW` rows."""
+    """Coefficients of the width with which each family has about the same share of its rows inside. Each family counts
+    the same at first, and then more if fewer of its rows are inside than of others. The round counts that has the least
+    shortage and excess over `EVEN` in families of more than `FEW` rows."""
     lows = [LEAST_WIDTH if term == "base" else 0.0 for term in TERMS]
     weights, best = equal_weights(families), (np.inf, np.zeros(len(TERMS)))
     for _ in range(BALANCING_ROUNDS):
@@ -342,11 +341,9 @@ def quantile_regression(x: Floats, y: Floats, weights: Floats, share: float, low
 def written(best: Calibration, left_out: dict[str, Calibration], errors: LeftOut) -> str:
     """The file's text, with the software, the widths of intervals and the error of differences of these runs."""
     lines = [f"# Written by `python benchmarks/calibrate.py` on {date.today()}; see calibration.py.", ""]
-    fitted = {"": replace(best, difference=errors.difference())}
-    fitted |= {f'left_out."{family}"': each for family, each in left_out.items()}
-    for prefix, but in zip(fitted, ("", *left_out), strict=True):
-        seen = replace(fitted[prefix], interval=errors.coefficients(but), software=software(errors.runs, but))
-        lines += _tables(prefix, asdict(seen))
+    for family, fitted in {"": replace(best, difference=errors.difference()), **left_out}.items():
+        seen = replace(fitted, interval=errors.coefficients(but=family), software=software(errors.runs, but=family))
+        lines += _tables(f'left_out."{family}"' if family else "", asdict(seen))
     return "\n".join(lines) + "\n"
 
 
@@ -420,9 +417,7 @@ def main(arguments: Sequence[str]) -> None:
         left_out[str(family)] = there
         mine = np.abs(np.exp(now[~kept]) - 1).mean(), np.abs(np.exp(errors[~kept]) - 1).mean()
         print(f"{family}: {mine[1]:.1%}, left out {mine[0]:.1%}", flush=True)
-    without = {
-        family: replace(calibration(values), software=software(runs, family)) for family, values in left_out.items()
-    }
+    without = {family: calibration(values) for family, values in left_out.items()}
     PACKAGED.write_text(written(calibration(at), without, LeftOut(runs, without)), encoding="utf-8")
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]

@@ -200,7 +200,7 @@ def test_replicas_are_summed_over_once_a_step_however_many_microbatches(zero: in
 
 
 def _data_parallel_s(the_job: Job, of: Candidates, chunks: int, pass_s: float) -> float:
-    """The exposed seconds beside passes of `pass_s` in 8 micro-batches, with windows of one pass for each chunk."""
+    """The exposed seconds next to passes of `pass_s` in 8 micro-batches, with windows of one pass for each chunk."""
     one, nothing = np.full((1, 1), pass_s), np.zeros((1, 1))
     beside = OverlappedPasses(one, one, nothing, one / pass_s, one / pass_s * chunks, chunks)
     return float(data_parallel(the_job, of, rank_parameters(the_job, of), np.array([8]), beside)[0])

@@ -385,7 +385,6 @@ def dispatch(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -
     and W. They do not with full recomputation, or in a pipeline with one stage on a rank, as Megatron-Core requires."""
     spec = job.model
     assert spec.moe is not None
-    others = {name: dict(part) for name, part in passes.parts.items()}
     what = "tokens of experts, all-to-all"
     f = Formulas(
         "B", T=tokens, tp=candidates.tp, top_k=spec.moe.top_k, h=spec.d_model, e=job.element_bytes,
@@ -408,18 +407,12 @@ def dispatch(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -
         return
     exposed = []
     for name, sent, inside in (("F", forward, "F"), ("I", backward, "IW")):
-        sent_s = ledger.total(f"messages of experts, {name}", sent)
-        beside = {f"{kind}, {one}": seconds for one in inside for kind, seconds in others[one].items()}
-        beside_s = ledger.total(f"work beside experts, {name}", beside)
-        left = hidden(
-            sent_s,
-            beside_s,
-            job.stack.speed.interference,
-            what=f"messages of experts, {name}",
-            beside=f"work beside experts, {name}",
-        )
-        f = Formulas("s", {f"messages of experts, {name}": sent_s, f"messages of experts, {name}{HIDDEN}": left})
+        what, others = f"messages of experts, {name}", f"work of another micro-batch, {name}"
+        sent_s = ledger.total(what, sent)
+        work = {f"{kind}, {one}": seconds for one in inside for kind, seconds in passes.parts[one].items()}
+        work_s = ledger.total(others, work)
+        left = hidden(sent_s, work_s, job.stack.speed.interference, what=what, beside=others)
+        f = Formulas("s", {what: sent_s, what + HIDDEN: left})
         f.add(again=candidates.recompute == FULL)
-        whole, shown = f[f"messages of experts, {name}"], f[f"messages of experts, {name}{HIDDEN}"]
-        exposed.append(f(f"{EXPERT}, {name}", shown + f.again * (whole - shown)))
+        exposed.append(f(f"{EXPERT}, {name}", f[what + HIDDEN] + f.again * (f[what] - f[what + HIDDEN])))
     passes.add(EXPERT, *exposed)

@@ -7,7 +7,7 @@ from tests.training.bugs.bug import AnyBug, UnitBug
 _COST, _STEP = "shardwright.cost", "tests/cost/test_step.py:"
 
 SCALE: dict[str, AnyBug] = {
-    "the plan hides the reductions of FSDP in a pipeline beside its last backward pass": UnitBug(
+    "the plan hides the reductions of FSDP in a pipeline in its last backward pass": UnitBug(
         Mutation(f"{_COST}.data_parallel:stage_collectives", "AFTER if after else I_AND_W", "I_AND_W"),
         _STEP + "test_fsdp_in_a_pipeline_reduces_the_gradients_of_each_chunk_after_its_last_pass",
     ),
@@ -26,7 +26,9 @@ SCALE: dict[str, AnyBug] = {
         given=({"pp": 4}, False),
     ),
     "the plan hides the messages of experts with full recomputation": UnitBug(
-        Mutation(f"{_COST}.layer:dispatch", "shown + f.again * (whole - shown)", "shown"),
+        Mutation(
+            f"{_COST}.layer:dispatch", "f[what + HIDDEN] + f.again * (f[what] - f[what + HIDDEN])", "f[what + HIDDEN]"
+        ),
         _STEP + "test_messages_of_experts_overlap_where_a_rank_can_run_two_microbatches_at_once",
         given=({"recompute": FULL}, False),
     ),

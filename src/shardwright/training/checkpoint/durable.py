@@ -130,9 +130,8 @@ class DurableFolder:
         before = [earlier for earlier in self.steps() if earlier < step and self.is_complete(earlier)]
         for old in not_kept(before, self.keep_last) if self.keep_last else ():
             with self._named_errors(self.url_of(old)):
-                self._system.rm_file(
-                    self._path(old, MANIFEST)
-                )  # first: a partly deleted copy must not count as complete
+                # The manifest first: a partly deleted copy must not count as complete.
+                self._system.rm_file(self._path(old, MANIFEST))
                 self._system.rm(self._path(old), recursive=True)
 
     def fetch(self, step: int, name: str, into: Path) -> None:
