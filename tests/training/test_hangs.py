@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from shardwright.layout.layout import Layout
+from shardwright.parallel.observer import MessageWait, Observer, Running
 from shardwright.runs.records import read_events
+from shardwright.schedule.actions import Action
 from shardwright.system.ranks_at import (
     JoinedCollective,
     RankDump,
@@ -26,8 +28,11 @@ from shardwright.system.ranks_at import (
 )
 from shardwright.training.resilience import monitor as module
 from shardwright.training.resilience.monitor import Monitor
+from tests.distributed import run_ranks
 from tests.marks import prove
+from tests.mutation import Mutation, mutated
 from tests.training.runs import is_alive, training, trajectory
+from tests.training.worlds import RATE, SPEC, build, local_batch
 
 SOON = ("--set", "faults.hang_after=2.0", "--set", "steps=2000", "--set", "checkpoint.every=0")
 HERE = os.uname().nodename
@@ -260,6 +265,85 @@ def test_a_phase_that_is_late_is_seen_once_it_was_late_twice(tmp_path, monkeypat
     monitor._reported.place(3, "data", time.monotonic(), 2.0)
     assert watch.hang() is None
     monitor.close()
+
+
+class DumpedActions(Observer):
+    """At the start of each action, and of each wait for a message, that action and the one in a dump of the monitor."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self.monitor = monitor
+        self.during: list[tuple[Action, str]] = []
+
+    def begin(self, running: Running) -> None:
+        if isinstance(running, Action | MessageWait):
+            action = running.action if isinstance(running, MessageWait) else running
+            self.during.append((action, self.monitor.dump().action))
+
+
+BUGS = {
+    "a dump names no action of an evaluation": Mutation(
+        "shardwright.parallel.pipeline.runner:_RankStep.__init__",
+        "self.observer = pipeline.observer",
+        "self.observer = pipeline.observer if training else type(pipeline.observer)()",
+    ),
+    "a dump names no action of an evaluation without a pipeline": Mutation(
+        "shardwright.parallel.microbatch_runner:SequentialRunner._forward",
+        'self.observer.during(Action(0, "F", number))',
+        'self.observer.during(Action(0, "F", number)) if torch.is_grad_enabled() else torch.no_grad()',
+    ),
+    "a dump of a rank that waits for a message names no action": Mutation(
+        "shardwright.training.resilience.monitor:Monitor.begin", "self._action = action", "pass"
+    ),
+    "a dump names an action that has ended": Mutation(
+        "shardwright.training.resilience.monitor:Monitor.end", "self._action = None", "pass"
+    ),
+}
+
+
+def dumped_actions(layout: Layout, out: Path, bugs: tuple[Mutation, ...] = ()) -> list[list[tuple[Action, str]]]:
+    """What dumps name during a step and during an evaluation; after each of the two, no action."""
+    with mutated(*bugs):
+        trainer = build(layout, torch.float64, replace(SPEC, n_layers=4))
+        monitor = Monitor(out, torch.distributed.get_rank(), layout, torch.device("cpu"), 0.0)
+        monitor.observe(trainer.model)
+        observer, found = DumpedActions(monitor), []
+        trainer.model.observers.add(observer)
+        batch = local_batch(0, layout.data_rank(monitor.rank), layout.data_ranks, 2)
+        for run in (lambda: trainer.step(batch, 0, RATE), lambda: trainer.evaluate([batch])):
+            run()
+            ended = monitor.dump().action
+            found.append([*observer.during, *([(Action(0, "F", 0), ended)] if ended else [])])
+            observer.during.clear()
+        monitor.close()
+        return found
+
+
+PIPELINE = Layout(pp=2, pp_schedule="zb-h1")
+DUMPED = {
+    PIPELINE: [
+        ["0F0", "0F1", "0I0", "0I0", "0W0", "0I1", "0I1", "0W1", "0F0", "0F1"],
+        ["1F0", "1F0", "1I0", "1F1", "1F1", "1I1", "1W0", "1W1", "1F0", "1F0", "1F1", "1F1"],
+    ],
+    Layout(dp_replicate=2): [["0F0", "0B0", "0F1", "0B1", "0F0", "0F1"]] * 2,
+}
+
+
+@pytest.mark.parametrize("layout", DUMPED, ids=str)
+def test_a_dump_names_the_action_that_runs_or_waits_in_training_and_evaluation(layout: Layout, tmp_path: Path):
+    for (trained, evaluated), expected in zip(
+        run_ranks(dumped_actions, 2, layout, tmp_path), DUMPED[layout], strict=True
+    ):
+        named = [(str(Action(*action)), dumped) for action, dumped in [*trained, *evaluated]]
+        assert sorted(named) == sorted(zip(expected, expected, strict=True))
+
+
+@prove
+@pytest.mark.parametrize("name", BUGS)
+def test_an_action_that_is_not_named_is_seen(name: str, tmp_path: Path):
+    layout = Layout(dp_replicate=2) if "without a pipeline" in name else PIPELINE
+    ranks = run_ranks(dumped_actions, 2, layout, tmp_path, (BUGS[name],))
+    named = [sorted((str(Action(*action)), dumped) for part in rank for action, dumped in part) for rank in ranks]
+    assert named != [sorted(zip(expected, expected, strict=True)) for expected in DUMPED[layout]]
 
 
 def test_a_stopped_rank_is_named_with_its_step_and_what_the_others_wait_for(run_file):

@@ -77,8 +77,8 @@ class DryRunObserver(Observer):
                 self.recorder.begin(str(running))
             case StepPasses(microbatches):
                 self.on_passes(microbatches)
-            case MessageWait((stage, op, microbatch)):
-                self.recorder.wait(f"{stage}{op}{microbatch}", *self._from.pop((stage, op, microbatch)))
+            case MessageWait():
+                self.recorder.wait(str(Action(*running.need)), *self._from.pop(running.need))
             case HostUpdate():
                 self.update.enter_context(self.recorder.on_host())
             case DiskUpdate(n_bytes, used_bytes):

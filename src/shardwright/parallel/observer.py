@@ -10,7 +10,8 @@ for a single operator.
 |                   |                                                             | `SaveCheckpoints`, evaluation,    |
 |                   |                                                             | `training/references.py`          |
 | `StepPasses`      | the passes of a training step, and the reduction after them | runner of micro-batches           |
-| `Action`          | an action of the passes, after the wait for its input       | runner of micro-batches           |
+| `Action`          | an action of a pass, after the wait for its input: in       | runner of micro-batches           |
+|                   | `StepPasses`, or F of a pass without gradients              |                                   |
 | `MessageWait`     | the rank waits for the input of an action                   | `PipelineMessages`                |
 | `HostUpdate`      | the host updates a bucket of parameters                     | `OptimizerOnHost`                 |
 | `DiskUpdate`      | a chunk of states is read, updated and written              | `OptimizerOnDisk`                 |
@@ -52,9 +53,13 @@ class StepPasses(NamedTuple):
 
 
 class MessageWait(NamedTuple):
-    """The wait for a message of the pipeline, before the message is decoded."""
+    """The wait for the message of the pipeline that `action` needs, before the message is decoded."""
 
-    need: Need
+    action: Action
+
+    @property
+    def need(self) -> Need:
+        return self.action.stage, "F" if self.action.op == "F" else "B", self.action.microbatch
 
 
 class HostUpdate(NamedTuple):
@@ -97,8 +102,7 @@ Transfer = TensorCopy | PostedMessage | ReceivedMessage
 
 
 class Observer:
-    """Receives the events of a rank. Every method does nothing unless a subclass overrides it. Evaluations report
-    their messages, and the waits for them, but neither passes nor actions."""
+    """Receives the events of a rank. Every method does nothing unless a subclass overrides it."""
 
     def begin(self, running: Running) -> None:
         """Something starts."""

@@ -87,24 +87,28 @@ class PhaseClock(Observer):
 
 
 class StepTimeline(Observer):
-    """The start and end of the actions of one step; on a GPU as CUDA events, which do not slow the step down."""
+    """The start and end of the actions of one training step; on a GPU as CUDA events, which do not slow it down."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._start = mark(device)
         self._marks: list[tuple[Action, Mark, Mark]] = []
+        self._in_step = False
 
     def begin(self, running: Running) -> None:
         """Record the start of an action; discard the previous step at the start of the passes."""
-        if isinstance(running, Action):
+        if isinstance(running, Action) and self._in_step:
             self._start = mark(self.device)
         elif isinstance(running, StepPasses):
+            self._in_step = True
             self._marks.clear()
 
     def end(self, running: Running) -> None:
         """Record the end of an action."""
-        if isinstance(running, Action):
+        if isinstance(running, Action) and self._in_step:
             self._marks.append((running, self._start, mark(self.device)))
+        elif isinstance(running, StepPasses):
+            self._in_step = False
 
     def spans(self) -> list[tuple[Action, float, float]]:
         """Return each action of the last step with its start and end, in seconds since the epoch, so that timelines of

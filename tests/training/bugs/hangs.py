@@ -2,6 +2,7 @@
 
 from tests.mutation import Mutation
 from tests.parallel import test_point_to_point
+from tests.training import test_hangs
 from tests.training.bugs.bug import AnyBug, UnitBug
 
 _TESTS = "tests/training/test_hangs.py"
@@ -23,8 +24,12 @@ ORDER: dict[str, AnyBug] = {
     ),
 }
 STALE: dict[str, AnyBug] = {
-    name: UnitBug(mutation, "tests/parallel/test_point_to_point.py:test_a_bug_is_seen", put_in_there=True)
-    for name, mutation in test_point_to_point.BUGS.items()
+    name: UnitBug(mutation, f"tests/{test}", put_in_there=True)
+    for test, bugs in (
+        ("parallel/test_point_to_point.py:test_a_bug_is_seen", test_point_to_point.BUGS),
+        ("training/test_hangs.py:test_an_action_that_is_not_named_is_seen", test_hangs.BUGS),
+    )
+    for name, mutation in bugs.items()
 }
 OFF_BY_ONE: dict[str, AnyBug] = {
     "a collective that a rank has joined counts as one that it never joined": UnitBug(

@@ -69,9 +69,10 @@ class PipelineMessages:
         while self._sending and self._sending[0].is_completed():
             self._sending.popleft()
 
-    def receive(self, need: Need) -> Tensor:
+    def receive(self, wait: MessageWait) -> Tensor:
         """Wait for a message whose receive was started; return its tensor."""
-        with self.observer.during(MessageWait(need)):
+        need = wait.need
+        with self.observer.during(wait):
             tensor = self._receiving.pop(need).wait()
         if self.codec is not None:
             shape, dtype = self._shapes.pop(need)

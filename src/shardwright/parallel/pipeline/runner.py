@@ -8,14 +8,14 @@ Shapes: B batch, T tokens (or a token shard of them), D model.
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwright.parallel.data import DataEngine
 from shardwright.parallel.microbatch import Loss, Microbatch
-from shardwright.parallel.observer import NO_OBSERVER, Need, Observer, StepPasses
+from shardwright.parallel.observer import MessageWait, Need, Observer, StepPasses
 from shardwright.parallel.pipeline.messages import PipelineMessages
 from shardwright.parallel.pipeline.stage import StageModel
 from shardwright.schedule.actions import Action, Schedule
@@ -77,7 +77,7 @@ class _RankStep:
 
     def __init__(self, pipeline: Pipeline, microbatches: Sequence[Microbatch], loss: Loss, training: bool) -> None:
         self.pipeline, self.microbatches, self.loss, self.training = pipeline, microbatches, loss, training
-        self.observer = pipeline.observer if training else NO_OBSERVER
+        self.observer = pipeline.observer
         self.total = torch.zeros((), dtype=torch.float64, device=pipeline.device)
         self.results: dict[Need, Tensor] = {}
         """Outputs and input gradients by the action that needs them, on this rank or on the rank that receives them."""
@@ -103,7 +103,7 @@ class _RankStep:
     def _forward(self, action: Action) -> None:
         stage, _, i = action
         model, microbatch = self.pipeline.stages[stage].model, self.microbatches[i]
-        x = microbatch.tokens_BT if model.first else self._needed(stage, "F", i).requires_grad_(self.training)
+        x = microbatch.tokens_BT if model.first else self._needed(action).requires_grad_(self.training)
         with self.observer.during(action), torch.profiler.record_function(str(action)):
             output: Tensor = model(x, *microbatch.read_by_model)
             if model.last:
@@ -120,7 +120,7 @@ class _RankStep:
         stage, op, i = action
         model, engine = self.pipeline.stages[stage]
         x, output = self.kept.pop((stage, i))
-        gradient = None if model.last else self._needed(stage, "B", i)
+        gradient = None if model.last else self._needed(action)
         with self.observer.during(action), torch.profiler.record_function(str(action)):
             engine.before_backward(split=op == "I", last=last)
             with model.gradients.hold() if op == "I" else nullcontext():
@@ -139,10 +139,10 @@ class _RankStep:
             self.weights.pop((stage, i))()
             self.pipeline.stages[stage].engine.after_gradients(split=True, last=last)
 
-    def _needed(self, stage: int, op: Literal["F", "B"], microbatch: int) -> Tensor:
-        """Return the input of F or B, from another stage of this rank or received from another rank."""
-        need: Need = (stage, op, microbatch)
-        return self.results.pop(need) if need in self.results else self.pipeline.messages.receive(need)
+    def _needed(self, action: Action) -> Tensor:
+        """Return the tensor that an action needs, from another stage of this rank or received from another rank."""
+        wait = MessageWait(action)
+        return self.results.pop(wait.need) if wait.need in self.results else self.pipeline.messages.receive(wait)
 
     def _empty(self) -> Tensor:
         return self.pipeline.activation(self.microbatches[0].tokens_BT)

@@ -29,9 +29,10 @@ import torch
 from shardwright.data.batches import READER
 from shardwright.layout.layout import Layout
 from shardwright.parallel.model import ParallelModel
-from shardwright.parallel.observer import Observer, Running, StepPhase
+from shardwright.parallel.observer import MessageWait, Observer, Running, StepPhase
 from shardwright.parallel.point_to_point import MessageChannel, begun, waited_for
 from shardwright.runs.records import EventRecord, append_event
+from shardwright.schedule.actions import Action
 from shardwright.system.console import LossyStream, visible
 from shardwright.system.errors import cleaning_up
 from shardwright.system.ranks_at import (
@@ -92,6 +93,7 @@ class Monitor(Observer):
         self._longest_s: dict[str, float] = {}
         self._phase: Phase = "start"
         self._step = 0
+        self._action: Action | None = None
         self._since_s = time.monotonic()
         self._limit_s = FIRST_LIMIT_S if hang_after_s else 0.0
         self._place()
@@ -100,13 +102,22 @@ class Monitor(Observer):
         self._thread.start()
 
     def observe(self, model: ParallelModel) -> None:
-        """Follow the phases of a model's steps. A dump names the module of the model that the training thread is in."""
+        """Follow a model's events. A dump names the running action, and the module that the training thread is in."""
         self._names = {id(module): name for part in model.parts for name, module in part.named_modules()}
         model.observers.add(self)
 
     def begin(self, running: Running) -> None:
-        if isinstance(running, StepPhase):
-            self.enter(running.phase, running.step)
+        match running:
+            case StepPhase(phase, step):
+                self.enter(phase, step)
+            case Action():
+                self._action = running
+            case MessageWait(action):
+                self._action = action
+
+    def end(self, running: Running) -> None:
+        if isinstance(running, Action):
+            self._action = None
 
     def enter(self, phase: Phase, step: int) -> None:
         """Record that the training thread enters a phase of step number `step` (0-based)."""
@@ -115,7 +126,7 @@ class Monitor(Observer):
         if turns >= NOT_TIMED:
             self._longest_s[before] = max(self._longest_s.get(before, 0.0), now_s - self._since_s)
         self._turns[before] = turns + 1
-        self._phase, self._step, self._since_s = phase, step, now_s
+        self._phase, self._step, self._since_s, self._action = phase, step, now_s, None
         self._limit_s = self._limit_of(phase)
         self._place()
 
@@ -198,7 +209,7 @@ class Monitor(Observer):
                 stack += "".join(traceback.format_stack(frames[thread.ident])[-STACK_SHOWN:])
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno) if frame is not None else ""
         waits = bool(_WAITS.search(line)) or (bool(pending) and ".backward(" in line)
-        module, action = self._inside(frame)
+        module, action = self._module(frame), str(self._action or "")
         for_s = time.monotonic() - self._since_s
         return RankDump(self._ours(frame), waits, module, action, stack, tuple(pending), joined, for_s)
 
@@ -233,16 +244,13 @@ class Monitor(Observer):
             frame = frame.f_back
         return ""
 
-    def _inside(self, frame: FrameType | None) -> tuple[str, str]:
-        """Return the innermost named module and the pipeline action, if any, that a frame is in."""
-        module = action = ""
-        while frame is not None and not (module and action):
-            local = frame.f_locals
-            module = module or self._names.get(id(local.get("self")), "")
-            if type(local.get("action")).__name__ == "Action":
-                action = action or str(local["action"])
+    def _module(self, frame: FrameType | None) -> str:
+        """Return the name of the innermost module of the model that a frame is in, or ""."""
+        while frame is not None:
+            if name := self._names.get(id(frame.f_locals.get("self"))):
+                return name
             frame = frame.f_back
-        return module, action
+        return ""
 
 
 def _name_of(line: MessageChannel) -> str:
