@@ -2,8 +2,10 @@
 
 import ast
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+
+from shardwright.system.torch_private import FSDPParam, FSDPParamGroup
 
 PUBLIC_CLASSES = (
     nn.Module,
@@ -22,6 +26,7 @@ PUBLIC_CLASSES = (
     TorchFunctionMode,
 )
 """Our own classes may use the names of their private attributes for other things, but on `self` alone."""
+PRIVATE_CLASSES = (FSDPParam, FSDPParamGroup)
 NOT_OF_TORCH = {"_asdict", "_config", "_current_frames", "_exit", "_fields", "_getframe", "_replace"}
 NOT_OF_TORCH |= {"_forkserver", "_forkserver_pid"}
 NOT_OF_TORCH |= {"_grid", "_take_model_step"}
@@ -94,6 +99,28 @@ def private_uses(nodes: Nodes, own: frozenset[str]) -> Iterator[Use]:
             for method in (each for each in node.body if isinstance(each, ast.FunctionDef)):
                 if is_private(method.name) and any(hasattr(base, method.name) for base in theirs):
                     yield Use(method.lineno, method.name)
+
+
+def uses_of_private_classes(files: Mapping[Path, Nodes]) -> Iterator[tuple[Path, Use]]:
+    """The attributes in these files that FSDP2's private classes have, and neither a public class of PyTorch nor a
+    class of these files."""
+    own = {name for nodes in files.values() for name in _defined_names(nodes)}
+    theirs = {name for made in PRIVATE_CLASSES for name in _defined_names(parsed(inspect.getsource(made)))}
+    theirs -= own | {name for name in theirs if any(hasattr(each, name) for each in PUBLIC_CLASSES)}
+    for file, nodes in files.items():
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and node.attr in theirs:
+                yield file, Use(node.lineno, node.attr)
+
+
+def _defined_names(nodes: Nodes) -> Iterator[str]:
+    """Names of functions, and of the methods, fields and attributes of classes."""
+    for node in nodes:
+        match node:
+            case ast.FunctionDef(name) | ast.AnnAssign(ast.Name(name)):
+                yield name
+            case ast.Attribute(owner, name, ast.Store()) if _is_self(owner):
+                yield name
 
 
 def missing(nodes: Nodes, owners: dict[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ import shardwright
 from shardwright.system import torch_private
 from shardwright.system.torch_private import parameter_groups, whole_parameter
 from tests.distributed import run_ranks
-from tests.private_names import missing, own_names, parsed, private_uses
+from tests.private_names import missing, own_names, parsed, private_uses, uses_of_private_classes
 
 PACKAGE = Path(shardwright.__file__).parent
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -26,7 +26,7 @@ OF_PARAMETER = (
     *("unsharded_param", "unsharded_accumulated_grad", "accumulate_unsharded_grad_if_needed"),
     *("to_accumulated_grad_if_needed", "to_sharded_post_forward", "to_sharded_dtensor", "free_unsharded_param"),
 )
-"""Attributes of objects whose classes are private, used in several modules."""
+"""Attributes of objects whose classes are private."""
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,13 @@ def test_no_other_module_uses_a_private_name_of_torch():
     own = own_names(nodes.values())
     uses = [(file, use) for file in nodes for use in private_uses(nodes[file], own)]
     assert [f"{file}:{use.line}: {use.path}" for file, use in uses if use.path != OF_OTHERS.get(file.name)] == []
+
+
+def test_no_other_module_uses_an_attribute_that_only_private_classes_have():
+    files = {file: parsed(file.read_text()) for root in (PACKAGE, BENCHMARKS) for file in sorted(root.rglob("*.py"))}
+    uses = list(uses_of_private_classes(files))
+    assert {"fsdp_params", "sharded_param"} <= {use.path for file, use in uses if file == MODULE}
+    assert [f"{file}:{use.line}: {use.path}" for file, use in uses if file != MODULE] == []
 
 
 def lacking(source: str) -> list[str]:

@@ -10,7 +10,7 @@ from shardwright.layout.layout import Layout
 from shardwright.parallel.data import Sharded
 from shardwright.parallel.microbatch_runner import SequentialRunner
 from shardwright.system.errors import LayoutError
-from shardwright.system.torch_private import parameter_groups, secondary_shard_of
+from shardwright.system.torch_private import fsdp_parameters, secondary_shard_of
 from shardwright.verification.case import Case
 from shardwright.verification.rank import build_trainer, local_batch
 from tests.distributed import run_ranks
@@ -37,12 +37,7 @@ def kept(trainer: Any) -> int:
     runner = trainer.model.runner
     assert isinstance(runner, SequentialRunner)
     assert isinstance(runner.engine, Sharded)
-    parts = [
-        secondary_shard_of(parameter)
-        for group in runner.engine.groups
-        for parameters in parameter_groups(group)
-        for parameter in parameters.fsdp_params
-    ]
+    parts = [secondary_shard_of(parameter) for group in runner.engine.groups for parameter in fsdp_parameters(group)]
     return sum(part.numel() for part in parts if part is not None)
 
 

@@ -287,9 +287,9 @@ BUGS = {
         "self.observer = pipeline.observer if training else type(pipeline.observer)()",
     ),
     "a dump names no action of an evaluation without a pipeline": Mutation(
-        "shardwright.parallel.microbatch_runner:SequentialRunner._forward",
+        "shardwright.parallel.microbatch_runner:SequentialRunner.evaluate",
         'self.observer.during(Action(0, "F", number))',
-        'self.observer.during(Action(0, "F", number)) if torch.is_grad_enabled() else torch.no_grad()',
+        "torch.no_grad()",
     ),
     "a dump of a rank that waits for a message names no action": Mutation(
         "shardwright.training.resilience.monitor:Monitor.begin", "self._action = action", "pass"

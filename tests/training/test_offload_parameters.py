@@ -13,7 +13,7 @@ from shardwright.model.spec import ModelSpec
 from shardwright.parallel.apply import apply
 from shardwright.parallel.initialise import allocate
 from shardwright.system.errors import ConfigError
-from shardwright.system.torch_private import FSDPParam, parameter_groups, shard_of
+from shardwright.system.torch_private import FSDPParam, fsdp_parameters, is_offloaded, shard_of
 from shardwright.verification import rank as verify_rank
 from tests.distributed import run_ranks
 from tests.mutation import Mutation, mutated
@@ -83,8 +83,7 @@ def _devices() -> dict[str, set[str]]:
         for buffer in part.buffers():
             found[buffer.device.type].add("buffer")
     for group in model.runner.engine.groups:  # type: ignore[attr-defined]
-        for parameters in parameter_groups(group):
-            found["gathered from"] |= {"host" if each.offload_to_cpu else "device" for each in parameters.fsdp_params}
+        found["gathered from"] |= {"host" if is_offloaded(each) else "device" for each in fsdp_parameters(group)}
     return found
 
 

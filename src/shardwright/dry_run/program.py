@@ -24,9 +24,8 @@ from shardwright.parallel.expert import ReadCounts
 from shardwright.parallel.microbatch import Microbatch
 from shardwright.split.stages import schedule_problems
 from shardwright.system.torch_private import (
-    CHUNKS_OF_PARAMETER,
     FakeTensorMode,
-    replaced,
+    few_empty_shards,
     start_fake_world,
     storage_id,
     tree_leaves,
@@ -67,8 +66,7 @@ def dry_rank(
             part.to_empty(device=device)
 
     read = read or balanced(layout.ep, layout.coordinates(rank)["ep"], imbalance)
-    few_empty_shards = replaced(CHUNKS_OF_PARAMETER, lambda _: _chunks)
-    with assumed("cuda") if gpu else nullcontext(), few_empty_shards:
+    with assumed("cuda") if gpu else nullcontext(), few_empty_shards():
         model = build_model(config, CPU, compiled=False, fill=fill, read=read)
         with fake:
             trainer = build_trainer(config, model, CPU, compiled=False, opened=_NoFile)
@@ -90,14 +88,6 @@ class _NoFile:
 
     def write(self, at: int, data: memoryview, direct: bool = False) -> None:
         pass
-
-
-def _chunks(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
-    """Split a parameter over ranks as FSDP2 does, but use the same empty tensor for all ranks without rows. FSDP2
-    creates one for each; with 16,384 ranks this takes most of the time of a dry run (PyTorch 2.13)."""
-    chunks = list(torch.chunk(tensor, num_chunks, dim=dim))
-    missing = num_chunks - len(chunks)
-    return chunks + [chunks[0].new_empty(0)] * missing if missing else chunks
 
 
 def _fuse_norms(parts: Iterable[nn.Module]) -> None:

@@ -28,11 +28,11 @@ from shardwright.dry_run.record import (
     summed,
 )
 from shardwright.layout.layout import Layout
+from shardwright.parallel.point_to_point import launches
 from shardwright.system.torch_private import (
-    SHAPE_OF_WHOLE,
     DispatchMode,
-    TorchAttribute,
-    replaced,
+    observed_resizes,
+    observed_shape_queries,
     script_type,
     storage_id,
     tree_leaves,
@@ -76,51 +76,19 @@ class OperationRecorder(DispatchMode):
         self._in_messages: set[int] = set()
         self._in_fsdp_messages: set[int] = set()
         self._groups: dict[int, tuple[str, tuple[int, ...]]] = {}
-        self._patches = ExitStack()
-        self._launch = self._n_launches = 0
-        """The number of the current `batch_isend_irecv`, 0 outside, and the number of the last one."""
+        self._observed = ExitStack()
+        self._launches_before = launches()
         self._querying = False
         """Whether DTensor is inferring the shape of a whole tensor by running an operation on fake tensors."""
 
     def __enter__(self) -> "OperationRecorder":
-        def resized(resize: Callable[..., Any]) -> Callable[..., Any]:
-            def resize_and_record(storage: torch.UntypedStorage, n_bytes: int) -> Any:
-                result = resize(storage, n_bytes)
-                self._sized(storage)
-                return result
-
-            return resize_and_record
-
-        def unrecorded(shape: Callable[..., Any]) -> Callable[..., Any]:
-            def shape_of_whole(*args: Any) -> Any:
-                self._querying = True
-                try:
-                    return shape(*args)
-                finally:
-                    self._querying = False
-
-            return shape_of_whole
-
-        self._patches.enter_context(replaced(TorchAttribute(torch.UntypedStorage, "resize_"), resized))
-
-        def one_launch(start: Callable[..., Any]) -> Callable[..., Any]:
-            def start_and_number(*args: Any, **kwargs: Any) -> Any:
-                self._n_launches += 1
-                self._launch = self._n_launches
-                try:
-                    return start(*args, **kwargs)
-                finally:
-                    self._launch = 0
-
-            return start_and_number
-
-        self._patches.enter_context(replaced(TorchAttribute(dist, "batch_isend_irecv"), one_launch))
-        self._patches.enter_context(replaced(SHAPE_OF_WHOLE, unrecorded))
+        self._observed.enter_context(observed_resizes(self._sized))
+        self._observed.enter_context(observed_shape_queries(self._set_querying))
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._patches.close()
+        self._observed.close()
         super().__exit__(*error)
 
     # Calls from the watched program
@@ -311,6 +279,9 @@ class OperationRecorder(DispatchMode):
             self._now += 1
             self.allocations[number].sizes.append((self._now, self.rounded(storage.nbytes())))
 
+    def _set_querying(self, querying: bool) -> None:
+        self._querying = querying
+
     def _passing(self, n_bytes: int, func: Any) -> None:
         """Record bytes that a kernel allocates and frees."""
         sizes = [(self._now, self.rounded(n_bytes)), (self._now + 1, 0)]
@@ -356,9 +327,9 @@ class OperationRecorder(DispatchMode):
             self.mark(tensors[0], "gradients")
         self._times.append(self._now)
         largest = max(tensors, key=lambda x: x.numel() * x.element_size())
-        n_bytes, peer, splits = largest.numel() * largest.element_size(), -1, ()
+        n_bytes, peer, splits, launch = largest.numel() * largest.element_size(), -1, (), 0
         if op in ("send", "receive"):
-            peer = ranks[args[2]]
+            peer, launch = ranks[args[2]], launches() - self._launches_before
         elif op == "all-to-all":
             splits = (*args[3], -1, *args[4]) if args[3] or args[4] else ()
             if args[4] and args[4][ranks.index(self.rank)] == 0 and len(set(args[4])) == 2:
@@ -375,7 +346,7 @@ class OperationRecorder(DispatchMode):
                 self.places.module,
                 splits,
                 peer,
-                self._launch,
+                launch,
             )
         )
 

@@ -34,7 +34,15 @@ from shardwright.parallel.observer import (
 )
 from shardwright.parallel.pipeline.runner import Pipeline
 from shardwright.schedule.actions import Action
-from shardwright.system.torch_private import FSDPParam, ShardedState, observed_shards, shard_of
+from shardwright.system.torch_private import (
+    FSDPParam,
+    gathers_offloaded,
+    is_offloaded,
+    observed_shards,
+    set_gradient_shard,
+    shard_of,
+    sharded_parameter,
+)
 from shardwright.training.offload.on_disk import OptimizerOnDisk
 from shardwright.training.offload.on_host import OptimizerOnHost
 from shardwright.training.step import Trainer
@@ -193,32 +201,28 @@ def _copies_of_shards(recorder: OperationRecorder) -> AbstractContextManager[Non
     on a GPU, this function makes the copies, since without one host and device are the same and nothing is copied."""
 
     def gather(parameters: list[FSDPParam]) -> None:
-        recorder.copied(TO_DEVICE, sum(shard_of(parameter).nbytes for parameter in parameters if _comes(parameter)))
+        recorder.copied(TO_DEVICE, sum(shard_of(p).nbytes for p in filter(gathers_offloaded, parameters)))
 
     def shard_to_gather(parameter: FSDPParam) -> Tensor:
         shard = shard_of(parameter)
-        on_device = recorder.gpu and _comes(parameter)
+        on_device = recorder.gpu and gathers_offloaded(parameter)
         return torch.empty(shard.shape, dtype=shard.dtype, device=shard.device) if on_device else shard
 
     def reduced(parameters: list[FSDPParam]) -> None:
-        offloaded = [parameter for parameter in parameters if parameter.offload_to_cpu]
+        offloaded = list(filter(is_offloaded, parameters))
         recorder.copied(TO_HOST, sum(_put_gradient(parameter, recorder) for parameter in offloaded))
 
     return observed_shards(gather, shard_to_gather, reduced)
 
 
-def _comes(parameter: FSDPParam) -> bool:
-    """Return whether a gather starts with a copy of this parameter's shard from the host."""
-    return parameter.offload_to_cpu and parameter.sharded_state == ShardedState.SHARDED
-
-
 def _put_gradient(parameter: FSDPParam, recorder: OperationRecorder) -> int:
     """Put the first gradient sum of a step into host memory, where later sums are added to it, and return its bytes."""
-    gradient: Any = parameter.sharded_param.grad
+    gradient = sharded_parameter(parameter).grad
+    assert isinstance(gradient, DTensor)
     local = gradient.to_local()
     if recorder.gpu and not recorder.is_on_host(local):
         with recorder.on_host():
             local = torch.empty_like(local)
         recorder.put_on_host(local, "gradients")
-        parameter.sharded_param.grad = parameter.to_sharded_dtensor(local)
+        set_gradient_shard(parameter, local)
     return int(local.nbytes)

@@ -8,7 +8,7 @@ the gradient shards over `replicas`, once a step, after the last backward pass.
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -24,7 +24,13 @@ from shardwright.parallel.mesh import lines_of
 from shardwright.parallel.replicas import sum_together
 from shardwright.parallel.topk import TopK
 from shardwright.split.compression import REPLICA_BUCKET_BYTES
-from shardwright.system.torch_private import all_gather_single, parameter_groups, reduce_unused_parameters
+from shardwright.system.torch_private import (
+    all_gather_single,
+    fsdp_parameters,
+    padded_shard_shape,
+    reduce_unused_parameters,
+    sharded_parameter,
+)
 from shardwright.system.units import in_groups
 
 
@@ -64,11 +70,11 @@ class Compression:
     def apply(self, module: FSDPModule, prefix: str) -> None:
         """Replace the collectives of an FSDP2 parameter group."""
         # A middle stage of a pipeline has no parameters outside its blocks, so `groups` may be empty.
-        parameters = [parameter for group in parameter_groups(module) for parameter in group.fsdp_params]
-        parts = [BufferPart.from_shape(parameter.padded_sharded_param_size) for parameter in parameters]
+        parameters = fsdp_parameters(module)
+        parts = [BufferPart.from_shape(padded_shard_shape(parameter)) for parameter in parameters]
         collective: Any
         if self.gradients is not None:
-            trained = [parameter.sharded_param.requires_grad for parameter in parameters]
+            trained = [sharded_parameter(parameter).requires_grad for parameter in parameters]
             collective = _ReduceScatter(self.gradients, self.hops[prefix], [*compress(parts, trained)])
             module.set_custom_reduce_scatter(collective)
             # Missing gradients become zeros, so that every reduction has all of these parts.
@@ -136,13 +142,11 @@ class OverReplicas:
         """Sum the gradients of FSDP2's parameter groups, in place."""
         codec, replicas = self.compression.gradients, self.compression.replicas
         by_mesh: dict[str, list[Tensor]] = defaultdict(list)
-        for module in modules:
-            for group in parameter_groups(module):
-                for parameter in group.fsdp_params:
-                    gradient = parameter.sharded_param.grad
-                    if isinstance(gradient, DTensor) and id(parameter.sharded_param) not in self._apart:
-                        names = gradient.device_mesh.mesh_dim_names or ()
-                        by_mesh["expert_" if "expert_shards" in names else ""].append(gradient.to_local())
+        for parameter in map(sharded_parameter, chain.from_iterable(map(fsdp_parameters, modules))):
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor) and id(parameter) not in self._apart:
+                names = gradient.device_mesh.mesh_dim_names or ()
+                by_mesh["expert_" if "expert_shards" in names else ""].append(gradient.to_local())
         for prefix, gradients in by_mesh.items():
             if prefix in replicas:
                 for bucket in in_groups(gradients, lambda gradient: gradient.nbytes, REPLICA_BUCKET_BYTES):

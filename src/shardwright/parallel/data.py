@@ -63,10 +63,12 @@ from shardwright.parallel.secondary import drop_secondary_shards, keep_secondary
 from shardwright.split.compression import BUCKET_BYTES, CONVERTED_BYTES
 from shardwright.system.torch_private import (
     FSDPParam,
-    end_backward,
     foreach_copy_,
-    parameter_groups,
+    fsdp_parameters,
+    gathered_tensors,
+    reduce_gradients,
     secondary_shard_of,
+    unreduced_gradient,
     whole_parameter,
 )
 from shardwright.system.units import in_groups
@@ -224,18 +226,8 @@ class Sharded:
             return  # FSDP2's hooks have reduced the gradients
         # The hooks ran after I, before the gradients of weights existed, so their work is repeated here after W.
         self._set(reduce=last or self.each_microbatch, last=last)
-        for group in reversed(self.groups):
-            for parameters in parameter_groups(group):
-                # Gradients from I have been cast to the reduction type; those from W have not.
-                for parameter in parameters.fsdp_params:
-                    none = parameter.unsharded_accumulated_grad is None and parameter.unsharded_param.grad is None
-                    if none and self.partial_sums and parameter.unsharded_param.requires_grad:
-                        # Until the last micro-batch FSDP2 accumulates one flat tensor, which needs all parameters.
-                        parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
-                    parameter.accumulate_unsharded_grad_if_needed()
-                    parameter.to_accumulated_grad_if_needed()
-                parameters.post_backward()
-        end_backward(self.groups[0])
+        # Until the last micro-batch FSDP2 accumulates one flat tensor of partial sums, which needs all parameters.
+        reduce_gradients(self.groups, missing_as_zeros=self.partial_sums)
 
     def end_step(self) -> None:
         if self.over_replicas is not None:
@@ -251,13 +243,12 @@ class Sharded:
 
     def buffers(self) -> Iterator[tuple[str, Tensor | None]]:
         for parameter in self._fsdp_parameters():
-            gathered = *parameter.all_gather_outputs, secondary_shard_of(parameter)
+            gathered = *gathered_tensors(parameter), secondary_shard_of(parameter)
             yield from (("gathered", tensor) for tensor in gathered)
-            yield "gradients", parameter.unsharded_accumulated_grad
+            yield "gradients", unreduced_gradient(parameter)
 
     def _fsdp_parameters(self) -> Iterator[FSDPParam]:
-        groups = chain.from_iterable(map(parameter_groups, self.groups))
-        return chain.from_iterable(group.fsdp_params for group in groups)
+        return chain.from_iterable(map(fsdp_parameters, self.groups))
 
     def _set(self, reduce: bool, last: bool) -> None:
         root = self.groups[0]  # these three settings apply to the nested groups too

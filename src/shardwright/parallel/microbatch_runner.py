@@ -66,7 +66,8 @@ class SequentialRunner:
             total = torch.zeros((), dtype=torch.float64, device=microbatches[0].tokens_BT.device)
             for number, microbatch in enumerate(microbatches):
                 last = microbatch is microbatches[-1]
-                part = self._forward(number, microbatch, loss)
+                with self.observer.during(Action(0, "F", number)):
+                    part = loss(self._outputs(microbatch), *microbatch.read_by_loss)
                 with self.observer.during(Action(0, "B", number)):
                     self.engine.before_backward(split=False, last=last)
                     part.sum().backward()
@@ -76,15 +77,14 @@ class SequentialRunner:
         return total
 
     def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> Tensor:
-        return torch.stack([self._forward(*item, loss).double() for item in enumerate(microbatches)]).sum(0)
+        losses = []
+        for number, microbatch in enumerate(microbatches):
+            with self.observer.during(Action(0, "F", number)):
+                losses.append(loss(self._outputs(microbatch), *microbatch.read_by_loss).double())
+        return torch.stack(losses).sum(0)
 
     def release(self) -> None:
         self.engine.release()
-
-    def _forward(self, number: int, microbatch: Microbatch, loss: Loss) -> Tensor:
-        """Return the loss of a micro-batch."""
-        with self.observer.during(Action(0, "F", number)):
-            return loss(self._outputs(microbatch), *microbatch.read_by_loss)
 
     def _outputs(self, microbatch: Microbatch) -> Any:
         if self.graphs:

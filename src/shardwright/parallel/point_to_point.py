@@ -54,6 +54,7 @@ class PendingMessage:
         return bool(self._work.is_completed())
 
 
+_n_launches = 0
 _begun: Counter[MessageChannel] = Counter()
 _waited_for: list[PendingMessage] = []
 
@@ -61,6 +62,11 @@ _waited_for: list[PendingMessage] = []
 def begun() -> dict[MessageChannel, int]:
     """Return the number of the last message of each line that this rank has started."""
     return dict(_begun)
+
+
+def launches() -> int:
+    """Return how often this rank has started messages, several together counted once."""
+    return _n_launches
 
 
 def waited_for() -> list[PendingMessage]:
@@ -94,6 +100,8 @@ def start(messages: Sequence[TensorMessage], group: dist.ProcessGroup, axis: str
     for line in lines:
         _begun[line] += 1
         numbers.append(_begun[line])
+    global _n_launches
+    _n_launches += 1
     works = dist.batch_isend_irecv(
         [
             dist.P2POp(

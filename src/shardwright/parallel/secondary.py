@@ -13,26 +13,19 @@ r x tp / ep secondary ranks; they are gathered from all ranks if that is one ran
 dim.
 
 FSDP2 offers `reshard_after_forward=r`, but not for parameters that tp shards, and it builds the mesh on the ranks of
-one replica, where other replicas take no part. So this module sets the group and the part that a rank keeps.
+one replica, where other replicas take no part. So this module makes the groups and takes the part that a rank keeps.
 """
 
 from functools import partial
-from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from shardwright.layout.layout import Layout
 from shardwright.parallel.mesh import lines_of
-from shardwright.system.torch_private import (
-    FSDPMeshInfo,
-    FSDPParam,
-    ShardedState,
-    parameter_groups,
-    register_shard,
-    set_secondary_shard,
-)
+from shardwright.system.torch_private import fsdp_parameters, gather_again_among, set_secondary_shard
 
 
 def build_secondary_groups(
@@ -52,28 +45,16 @@ def build_secondary_groups(
 
 def keep_secondary_shards(module: FSDPModule, group: dist.ProcessGroup, device_type: str) -> None:
     """Make backward passes gather an FSDP2 parameter group, sharded along dim 0, from the ranks of `group`."""
-    among = FSDPMeshInfo(DeviceMesh.from_group(group, device_type), shard_mesh_dim=0)
-    for parameters in parameter_groups(module):
-        parameters.post_forward_mesh_info = among
-        for parameter in parameters.fsdp_params:
-            hooked: Any = parameter
-            hooked.to_sharded_post_forward = partial(_keep_part, parameter, group)
-            set_secondary_shard(parameter, None)
+    gather_again_among(module, DeviceMesh.from_group(group, device_type), partial(_part, group))
 
 
 def drop_secondary_shards(module: FSDPModule) -> None:
     """Free the parts that the last forward pass kept; for forward passes without a backward pass."""
-    for parameters in parameter_groups(module):
-        for parameter in parameters.fsdp_params:
-            set_secondary_shard(parameter, None)
+    for parameter in fsdp_parameters(module):
+        set_secondary_shard(parameter, None)
 
 
-def _keep_part(parameter: FSDPParam, group: dist.ProcessGroup) -> None:
-    """Keep this rank's part of a gathered parameter and free the rest; replaces
-    `FSDPParam.to_sharded_post_forward`. The module has its shard, as between steps."""
-    (whole,) = parameter.all_gather_outputs  # (N,), with FSDP2's padding
-    n = whole.numel() // group.size()
-    set_secondary_shard(parameter, whole.narrow(0, group.rank() * n, n).clone())
-    register_shard(parameter)
-    parameter.free_unsharded_param()
-    parameter.sharded_state = ShardedState.SHARDED_POST_FORWARD
+def _part(group: dist.ProcessGroup, whole_N: Tensor) -> Tensor:
+    """Return this rank's part of a gathered parameter."""
+    n = whole_N.numel() // group.size()
+    return whole_N.narrow(0, group.rank() * n, n).clone()

@@ -17,10 +17,10 @@ notice. No other module of the package may use a private name; it imports the fu
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,12 +41,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
     "DTensorSpec",
-    "FSDPMeshInfo",
     "FSDPParam",
     "FSDPParamGroup",
     "FakeTensor",
     "FakeTensorMode",
-    "ShardedState",
     "StridedShard",
     "TensorMeta",
     "TorchDispatchMode",
@@ -165,6 +163,11 @@ def parameter_groups(module: FSDPModule) -> list[FSDPParamGroup]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # PyTorch 2.11
 
 
+def fsdp_parameters(module: FSDPModule) -> list[FSDPParam]:
+    """Return FSDP2's objects for the parameters of one module without its submodules'."""
+    return [parameter for group in parameter_groups(module) for parameter in group.fsdp_params]
+
+
 def shards_bytes() -> bool:
     """Return whether FSDP2 shards parameters of integers, which never have a gradient."""
     return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
@@ -187,9 +190,56 @@ def _post_backward_with_zeros(group: FSDPParamGroup, post_backward: Callable[...
     post_backward(*unused)
 
 
-def end_backward(root: FSDPModule) -> None:
-    """Run FSDP2's end of a backward pass for all modules below the root."""
-    root._get_fsdp_state()._root_post_backward_final_callback()
+def reduce_gradients(modules: Sequence[FSDPModule], *, missing_as_zeros: bool) -> None:
+    """Run what FSDP2's hooks run after a backward pass, for gradients that were computed after the hooks had run.
+    `modules`: in the order of the forward pass, the root first. Gradients from before are already in the reduction
+    type, later ones are not. `missing_as_zeros`: add zeros for a parameter without a gradient."""
+    for group in (group for module in reversed(modules) for group in parameter_groups(module)):
+        for parameter in group.fsdp_params:
+            whole = parameter.unsharded_param
+            none = parameter.unsharded_accumulated_grad is None and whole.grad is None
+            if none and missing_as_zeros and whole.requires_grad:
+                whole.grad = torch.zeros_like(whole)
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+        group.post_backward()
+    state: Any = modules[0]._get_fsdp_state()
+    state._root_post_backward_final_callback()
+
+
+def sharded_parameter(parameter: FSDPParam) -> nn.Parameter:
+    """Return the parameter that the module has between steps, with this rank's shard and its gradient."""
+    return parameter.sharded_param
+
+
+def set_gradient_shard(parameter: FSDPParam, local: Tensor) -> None:
+    """Replace the gradient of `sharded_parameter`."""
+    parameter.sharded_param.grad = parameter.to_sharded_dtensor(local)
+
+
+def padded_shard_shape(parameter: FSDPParam) -> torch.Size:
+    """Return the shape of a rank's shard with the padding with which FSDP2 sends it."""
+    return parameter.padded_sharded_param_size
+
+
+def is_offloaded(parameter: FSDPParam) -> bool:
+    """Return whether the shard and its gradient are on the host."""
+    return parameter.offload_to_cpu
+
+
+def gathers_offloaded(parameter: FSDPParam) -> bool:
+    """Return whether the next gather starts with a copy of the shard from the host."""
+    return parameter.offload_to_cpu and parameter.sharded_state == ShardedState.SHARDED
+
+
+def gathered_tensors(parameter: FSDPParam) -> list[Tensor]:
+    """Return the flat tensors into which the ranks' shards are gathered; they stay when their memory is freed."""
+    return parameter.all_gather_outputs
+
+
+def unreduced_gradient(parameter: FSDPParam) -> Tensor | None:
+    """Return the sum of the whole gradients of micro-batches that are not reduced yet."""
+    return parameter.unsharded_accumulated_grad
 
 
 def whole_parameter(parameter: FSDPParam) -> nn.Parameter | None:
@@ -204,7 +254,7 @@ def shard_of(parameter: FSDPParam) -> Tensor:
 
 def secondary_shard_of(parameter: FSDPParam) -> Tensor | None:
     """Return this rank's part of a gathered parameter that is kept for the backward pass (secondary shard),
-    or None. Only parameters of `secondary.keep_secondary_shards`, which replaces a method, have such a shard."""
+    or None. Only parameters of `gather_again_among` have such a shard."""
     return parameter._sharded_post_forward_param_data if "to_sharded_post_forward" in vars(parameter) else None
 
 
@@ -213,9 +263,28 @@ def set_secondary_shard(parameter: FSDPParam, shard: Tensor | None) -> None:
     parameter._sharded_post_forward_param_data = shard
 
 
-def register_shard(parameter: FSDPParam) -> None:
-    """Register the shard as the parameter of its module, as it is between steps."""
+def gather_again_among(module: FSDPModule, ranks: DeviceMesh, part_of: Callable[[Tensor], Tensor]) -> None:
+    """Make backward passes gather the parameters of one module, sharded along dim 0, among `ranks`, from
+    `part_of(whole)`, which a rank keeps of each gathered flat tensor with FSDP2's padding after a forward pass.
+
+    PyTorch 2.13 has no public way for parameters that tp shards (`reshard_after_forward=n` is refused), so this
+    function replaces a method of each parameter."""
+    mesh_info = FSDPMeshInfo(ranks, shard_mesh_dim=0)
+    for group in parameter_groups(module):
+        group.post_forward_mesh_info = mesh_info
+        for parameter in group.fsdp_params:
+            kept: Any = parameter
+            kept.to_sharded_post_forward = partial(_keep_part, parameter, part_of)
+            set_secondary_shard(parameter, None)
+
+
+def _keep_part(parameter: FSDPParam, part_of: Callable[[Tensor], Tensor]) -> None:
+    """Keep a part of a gathered parameter and free the rest. The module has its shard, as between steps."""
+    (whole,) = parameter.all_gather_outputs
+    set_secondary_shard(parameter, part_of(whole))
     parameter._setattr_on_modules(parameter.sharded_param)
+    parameter.free_unsharded_param()
+    parameter.sharded_state = ShardedState.SHARDED_POST_FORWARD
 
 
 def pending_gather(group: FSDPParamGroup) -> Any:
@@ -260,31 +329,60 @@ class DispatchMode(TorchDispatchMode):
         return False
 
 
-# Functions of PyTorch that a dry run replaces
-
-
-class TorchAttribute(NamedTuple):
-    """An attribute of a module or class of PyTorch."""
-
-    owner: Any
-    name: str
-
-
-CHUNKS_OF_PARAMETER = TorchAttribute(_fsdp_param, "_chunk_with_empty")
-"""(tensor, number of chunks, dim) -> the part of a parameter for each rank."""
-SHAPE_OF_WHOLE = TorchAttribute(ShardingPropagator, "_propagate_tensor_meta_non_cached")
-"""DTensor runs an operation here on fake tensors of the unsharded sizes to infer the shape of its result."""
+# Functions of PyTorch that a dry run replaces, as PyTorch 2.13 has no public hook at these places
 
 
 @contextmanager
-def replaced(place: TorchAttribute, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace an attribute by `make(old value)` during the block."""
-    before = inspect.getattr_static(place.owner, place.name)
-    setattr(place.owner, place.name, make(before))
+def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace an attribute of a module or class by `make(old value)` during the block."""
+    before = inspect.getattr_static(owner, name)
+    setattr(owner, name, make(before))
     try:
         yield
     finally:
-        setattr(place.owner, place.name, before)
+        setattr(owner, name, before)
+
+
+def _observed(
+    owner: Any, name: str, before: Callable[..., None] = lambda *_: None, after: Callable[..., None] = lambda *_: None
+) -> AbstractContextManager[None]:
+    """During the block, call `before` and `after` with the positional arguments of each call of a function."""
+
+    def observing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def report_and_call(*args: Any, **kwargs: Any) -> Any:
+            before(*args)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                after(*args)
+
+        return report_and_call
+
+    return _replaced(owner, name, observing)
+
+
+def few_empty_shards() -> AbstractContextManager[None]:
+    """During the block, FSDP2 uses the same empty tensor for all ranks that have no rows of a parameter. It otherwise
+    creates one for each; with 16,384 ranks this takes most of the time of a dry run (PyTorch 2.13)."""
+    return _replaced(_fsdp_param, "_chunk_with_empty", lambda _: _chunks)
+
+
+def _chunks(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
+    chunks = list(torch.chunk(tensor, num_chunks, dim=dim))
+    missing = num_chunks - len(chunks)
+    return chunks + [chunks[0].new_empty(0)] * missing if missing else chunks
+
+
+def observed_resizes(resized: Callable[[torch.UntypedStorage], None]) -> AbstractContextManager[None]:
+    """During the block, call `resized(storage)` after a storage has changed its size; no operator is dispatched."""
+    return _observed(torch.UntypedStorage, "resize_", after=lambda storage, _: resized(storage))
+
+
+def observed_shape_queries(querying: Callable[[bool], None]) -> AbstractContextManager[None]:
+    """During the block, call `querying(True)` before DTensor runs an operation on fake tensors of the unsharded sizes
+    to infer the shape of its result, and `querying(False)` after it."""
+    place = ShardingPropagator, "_propagate_tensor_meta_non_cached"
+    return _observed(*place, before=lambda *_: querying(True), after=lambda *_: querying(False))
 
 
 @contextmanager
@@ -296,26 +394,14 @@ def observed_shards(
     """During the block, call `gather(parameters)` before FSDP2 gathers shards, gather `shard_to_gather(parameter)`
     instead of the shard, and call `reduced(parameters)` after the gradient shards are complete.
 
-    PyTorch 2.13 has no public hook at these places: hooks of modules run before prefetched groups are gathered, and
-    `set_custom_all_gather` and `set_custom_reduce_scatter` are not called for groups of one rank. So this function
-    replaces four private attributes of FSDP2, and is the only place that replaces these four.
+    Hooks of modules run before prefetched groups are gathered, and `set_custom_all_gather` and
+    `set_custom_reduce_scatter` are not called for groups of one rank.
     """
 
-    def gathering(start: Callable[..., Any]) -> Callable[..., Any]:
-        def report_and_start(parameters: list[FSDPParam], *args: Any, **kwargs: Any) -> Any:
-            gather(parameters)
-            return start(parameters, *args, **kwargs)
-
-        return report_and_start
-
-    def waiting(wait: Callable[..., Any]) -> Callable[..., Any]:
-        def report_and_wait(group: FSDPParamGroup) -> None:
-            result = pending_gather(group)
-            if result is not None and not result.all_gather_input_split_sizes:  # one rank: the copy is made only now
-                gather(group.fsdp_params)
-            wait(group)
-
-        return report_and_wait
+    def before_wait(group: FSDPParamGroup) -> None:
+        result = pending_gather(group)
+        if result is not None and not result.all_gather_input_split_sizes:  # one rank: the copy is made only now
+            gather(group.fsdp_params)
 
     def inputs(own: Any) -> Any:
         def inputs_of(parameter: FSDPParam) -> Any:
@@ -338,13 +424,11 @@ def observed_shards(
         return reduce_and_report
 
     with ExitStack() as stack:
-        for place, make in (
-            (TorchAttribute(_fsdp_param_group, "foreach_all_gather"), gathering),
-            (TorchAttribute(_fsdp_param_group, "foreach_reduce"), reducing),
-            (TorchAttribute(FSDPParamGroup, "wait_for_unshard"), waiting),
-            (TorchAttribute(FSDPParam, "all_gather_inputs"), inputs),
-        ):
-            stack.enter_context(replaced(place, make))
+        before_start = _observed(_fsdp_param_group, "foreach_all_gather", before=lambda first, *_: gather(first))
+        stack.enter_context(before_start)
+        stack.enter_context(_replaced(_fsdp_param_group, "foreach_reduce", reducing))
+        stack.enter_context(_observed(FSDPParamGroup, "wait_for_unshard", before=before_wait))
+        stack.enter_context(_replaced(FSDPParam, "all_gather_inputs", inputs))
         yield
 
 

@@ -5,17 +5,17 @@ from tests.mutation import Mutation
 from tests.parallel.test_secondary import ON_RANKS
 from tests.training.bugs.bug import AnyBug, Bug, UnitBug
 
-_KEEP, _COST = "shardwright.parallel.secondary:_keep_part", "shardwright.cost"
-_PART = "whole.narrow(0, group.rank() * n, n).clone()"
+_KEEP, _COST = "shardwright.parallel.secondary:_part", "shardwright.cost"
+_PART = "whole_N.narrow(0, group.rank() * n, n).clone()"
 _IN_NODES = [Layout(dp_shard=4, zero=3, zero_secondary_ranks=2)]
 _PLANNED = "tests/cost/test_secondary.py:"
 
 SHARD: dict[str, AnyBug] = {
     "every secondary rank keeps the first part of a layer": Bug(
-        Mutation(_KEEP, _PART, "whole.narrow(0, 0, n).clone()"), _IN_NODES
+        Mutation(_KEEP, _PART, "whole_N.narrow(0, 0, n).clone()"), _IN_NODES
     ),
     "secondary ranks keep the parts of one another": Bug(
-        Mutation(_KEEP, _PART, "whole.narrow(0, (group.size() - 1 - group.rank()) * n, n).clone()"), _IN_NODES
+        Mutation(_KEEP, _PART, "whole_N.narrow(0, (group.size() - 1 - group.rank()) * n, n).clone()"), _IN_NODES
     ),
     **{name: UnitBug(bug, "tests/parallel/test_secondary.py:test_ranks_show_the_bug", put_in_there=True)
        for name, bug in ON_RANKS.items()},
@@ -23,16 +23,16 @@ SHARD: dict[str, AnyBug] = {
 STALE: dict[str, AnyBug] = {
     "secondary shards are those of the first step, and not updated after the optimizer's": Bug(
         Mutation(
-            _KEEP,
-            f"set_secondary_shard(parameter, {_PART})",
-            f"set_secondary_shard(parameter, parameter.__dict__.setdefault('first', {_PART}))",
+            "shardwright.system.torch_private:_keep_part",
+            "set_secondary_shard(parameter, part_of(whole))",
+            "set_secondary_shard(parameter, parameter.__dict__.setdefault('first', part_of(whole)))",
         ),
         _IN_NODES,
     ),
 }
 DTYPE: dict[str, AnyBug] = {
     "secondary shards are kept in bf16": Bug(
-        Mutation(_KEEP, _PART, "whole.narrow(0, group.rank() * n, n).bfloat16().to(whole.dtype)"), _IN_NODES
+        Mutation(_KEEP, _PART, "whole_N.narrow(0, group.rank() * n, n).bfloat16().to(whole_N.dtype)"), _IN_NODES
     ),
 }
 SCALE: dict[str, AnyBug] = {
