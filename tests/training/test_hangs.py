@@ -31,7 +31,7 @@ from shardwright.training.resilience.monitor import Monitor
 from tests.distributed import run_ranks
 from tests.marks import prove
 from tests.mutation import Mutation, mutated
-from tests.training.runs import is_alive, training, trajectory
+from tests.training.runs import is_alive, training, trajectory, write_run_file
 from tests.training.worlds import RATE, SPEC, build, local_batch
 
 SOON = ("--set", "faults.hang_after=2.0", "--set", "steps=2000", "--set", "checkpoint.every=0")
@@ -364,11 +364,12 @@ def test_a_stopped_rank_is_named_with_its_step_and_what_the_others_wait_for(run_
 
 
 def hangs(how: str, rank: int) -> None:
-    """Rank 1, in its 9th step or batch: never ends a loop, or waits for ever for data."""
+    """Rank 1, in its 9th step, evaluation or batch: never ends a loop, or waits for ever for data."""
     from shardwright.data import batches
+    from shardwright.parallel.microbatch_runner import SequentialRunner
     from shardwright.training.step import Trainer
 
-    forward_backward, read, calls = Trainer.forward_backward, batches._read, []
+    forward_backward, evaluate, read, calls = Trainer.forward_backward, SequentialRunner.evaluate, batches._read, []
 
     def loops(self, batch, step):
         while rank == 1 and step == 8:
@@ -381,8 +382,19 @@ def hangs(how: str, rank: int) -> None:
             time.sleep(10_000)
         return read(*given)
 
+    def evaluates(self, microbatches, loss):
+        def loops(*given):
+            while rank == 1 and len(calls) == 9:
+                pass
+            return loss(*given)
+
+        calls.append(0)
+        return evaluate(self, microbatches, loops)
+
     if how == "loop":
         Trainer.forward_backward = loops
+    elif how == "evaluation":
+        SequentialRunner.evaluate = evaluates
     else:
         batches._read = sleeps
 
@@ -393,18 +405,22 @@ def hangs(how: str, rank: int) -> None:
     [
         ("loop", False, "step 9, forward_backward"),
         ("data", False, "step 9, data"),
+        ("evaluation", False, "step 9, evaluation"),
         ("loop", True, "step 9, forward_backward"),
     ],
 )
-def test_a_rank_that_runs_on_is_named_with_the_line_it_is_at(how, torchrun, where, run_file):
-    with training(run_file, *SOON, fault=partial(hangs, how), torchrun=torchrun) as run:
+def test_a_rank_that_runs_on_is_named_with_the_line_it_is_at(how, torchrun, where, ragged_tokens, tmp_path):
+    run_file = write_run_file(tmp_path, ragged_tokens)
+    evaluated = ("--set", "evaluation.every=1", "--set", "evaluation.samples=8") if how == "evaluation" else ()
+    with training(run_file, *SOON, *evaluated, fault=partial(hangs, how), torchrun=torchrun) as run:
         run.wait_for(lambda: "--- Python stack of rank 1 ---" in run.stderr)
         if not torchrun:  # torchrun waits 30 s for a rank that does not end
             assert run.wait() == 3
     assert "error: no progress: rank 1 holds up the others" in run.stderr
     assert "rank 1 runs, and does not come to where the others wait; cpu of " in run.stderr
     assert where in run.stderr
-    assert "in loops" in run.stderr if how == "loop" else "in sleeps" in run.stderr
+    assert ("in sleeps" if how == "data" else "in loops") in run.stderr
+    assert ("; action 0F0; " in run.stderr) == (how == "evaluation")
 
 
 AXES = {
