@@ -2,8 +2,9 @@
 
 A name is private if a part of its path starts with one underscore: `torch._foreach_norm`, `Tensor._version`,
 `torch.ops.aten._flash_attention_forward`, and every import from `torch._subclasses`. PyTorch changes such names without
-notice. No other module of the package may use a private name; it imports the function, class or operator from here.
-`tests/test_torch_private.py` checks this, and reports each name that the installed PyTorch lacks.
+notice. No other module of the package may use a private name, or an attribute of FSDP2's private classes; it imports
+the function, class or operator from here. `tests/test_torch_private.py` checks this, and reports each name that the
+installed PyTorch lacks.
 
 | PyTorch | difference                                                              | here                        |
 | ------- | ----------------------------------------------------------------------- | --------------------------- |
