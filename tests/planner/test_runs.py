@@ -286,6 +286,14 @@ NARROW = {
 """GPT-22B on 8 H100 with FSDP and four micro-batches."""
 
 
+def test_norms_of_heads_keep_their_inputs_in_the_layer_that_is_recomputed(tmp_path: Path):
+    long = NARROW | {"seq_len": "65536", "positions": "rotary", "loss_chunk_tokens": "128"}  # the peak is in a layer
+    heads = (int(NARROW["heads"]) + int(NARROW["kv_heads"])) * int(NARROW["head_dim"])
+    more = peak_gib(tmp_path, long, qk_norm="1") - peak_gib(tmp_path, long)
+    assert more == pytest.approx(2 * int(NARROW["micro_batch"]) * 65536 * heads / GiB, rel=0.01)
+    assert seconds_with(tmp_path, NARROW, qk_norm="1") > seconds_with(tmp_path, NARROW)
+
+
 def test_weights_without_a_copy_in_fp32_and_whole_gradients_have_their_bytes(tmp_path: Path):
     (run,) = read_runs(write(tmp_path / "runs.csv", NARROW))
     assert isinstance(run, PredictableRun)

@@ -239,6 +239,7 @@ def _model(row: MeasuredRun) -> ModelSpec:
         activation="swiglu" if row.gated else "gelu_tanh",
         positions="learned" if row.positions == "learned" else "rope",
         bias=row.bias,
+        qk_norm=row.qk_norm,
         tied_embedding=row.tied,
         dropout=row.dropout,
         moe=moe,
