@@ -58,6 +58,8 @@ FLASH_2_SINCE = "2023-07"
 """First date of FlashAttention-2 (arXiv 2307.08691)."""
 EARLY_STOP_SINCE = "2023-10"
 """First date from which `torch.utils.checkpoint` stops at the last tensor that the backward pass reads (2.1)."""
+FUSED_NORMS_SINCE = "2025-10"
+"""First date from which `nn.RMSNorm` of PyTorch is one CUDA kernel (2.9, `aten::_fused_rms_norm`)."""
 CUDNN_SINCE = "2026"
 """First date from which PyTorch's own attention on Hopper is cuDNN's."""
 CUDNN_9_SINCE = "2024-06"
@@ -159,6 +161,8 @@ def software_problems(row: MeasuredRun, die: str) -> Iterator[str]:
         yield f"overlap_ep=1 has no price with stack {row.stack}{without}; priced with megatron-core and experts"
     if row.zero_pp_gather and row.stack not in PYTORCH:
         yield f"zero_pp_gather has no price with stack {row.stack}; priced with {', '.join(PYTORCH)}"
+    if row.fused_norms is not None and row.stack != "fsdp":
+        yield f"fused_norms has no price with stack {row.stack}; priced with fsdp"
     if row.fused_loss and STACK.get(row.stack, row.stack) not in FUSED_LOSS:
         yield f"fused_loss=1 has no price with stack {row.stack}; priced with {', '.join(FUSED_LOSS)}"
 
@@ -255,6 +259,8 @@ def stack_of(row: MeasuredRun, die: str) -> Stack:
     stack = STACKS[FUSED_LOSS[name] if fused else name]
     speed = stack.speed
     speed = replace(speed, attention=_attention(row, die), graphs=_graphs(row, die), gathers_casts=_gathers_casts(row))
+    if _fused_norms(row):
+        speed = replace(speed, rmsnorm_bytes=speed.norm_bytes)
     if row.flash is not None:
         stack = replace(stack, flash_attention=row.flash)
     if row.grad_dtype is not None:
@@ -286,6 +292,12 @@ def stack_of(row: MeasuredRun, die: str) -> Stack:
 
 def _fused_loss(row: MeasuredRun) -> bool:
     return row.stack == "fsdp-compiled" and row.date >= COMPILED_LOSS_SINCE
+
+
+def _fused_norms(row: MeasuredRun) -> bool:
+    """Return whether an eager RMSNorm is one kernel: stated by the row, or by its date."""
+    stated = row.fused_norms if row.fused_norms is not None else _month(row.date) >= FUSED_NORMS_SINCE
+    return row.stack == "fsdp" and stated
 
 
 def _with_memory(row: MeasuredRun, stack: Stack) -> Stack:

@@ -208,6 +208,11 @@ class MeasuredRun:
         *("none", "blocks", "step"),
         optional=True,
     )
+    fused_norms: bool | None = flag_column(
+        "1: an RMSNorm is one kernel; 0: a kernel for each of its operations, as in eager mode where a norm is written "
+        "in Python. Empty: as usual with the stack; with fsdp by date",
+        optional=True,
+    )
     gather_dtype: str | None = choice_column(
         "type in which ZeRO gathers weights; fp8: the format of the matmuls. Empty: by stack, precision and date",
         *("bf16", "fp8"),
