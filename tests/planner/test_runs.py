@@ -333,6 +333,18 @@ def test_with_a_plan_for_each_matrix_ranks_of_tp_have_the_whole_embedding_and_wi
     assert both == pytest.approx(2 * 22 * embedding, rel=0.01)
 
 
+def test_the_column_for_gathers_in_a_pipeline_is_the_key_of_the_layout(tmp_path: Path):
+    piped = PIPED | {"stack": "fsdp", "accelerator": "h100", "tp": "4", "dp_replicate": "1", "dp_shard": "2"}
+    piped |= {"zero": "3", "global_batch": "128"}
+    given = ({}, {"zero_pp_gather": "step"}, {"zero_pp_gather": "microbatch"})
+    rows = read_runs(write(tmp_path / "runs.csv", *({"zero_pp_gather": ""} | piped | cells for cells in given)))
+    assert all(isinstance(run, PredictableRun) for run in rows)
+    assert [run.candidates.shared.zero_pp_gather for run in rows] == ["step", "step", "microbatch"]
+    assert rows[0].job == rows[1].job == rows[2].job
+    (skipped,) = read_runs(write(tmp_path / "runs.csv", piped | given[2] | {"zero": "2"}))
+    assert skipped.reason == "zero_pp_gather='microbatch' needs pp above 1 and zero=3; set that, or leave it out"
+
+
 def test_recomputation_stops_at_the_last_tensor_that_is_read_since_pytorch_2_1(tmp_path: Path):
     row = NARROW | {"dropout": "0"}  # else its mask is read later
     whole, early = (seconds_with(tmp_path, row, date=date) for date in ("2023-09", "2023-10"))

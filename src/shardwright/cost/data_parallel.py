@@ -350,14 +350,15 @@ def stage_collectives(job: Job, candidates: Candidates, zero: int) -> list[tuple
     """Return the collectives of a ZeRO stage in a step: their number, "1" or with m micro-batches "m" or "(m - 1)"; the
     collectives that are sent together; and the pass that they overlap with, or `AFTER` the passes.
 
-    With zero 3 embedding and head are gathered once a micro-batch, and the layers twice; in a pipeline too, since each
-    backward pass frees the layers that a forward pass or itself has gathered. Ignored: with
-    `Stack.frees_after_forward` the forward passes before the first backward pass gather, too.
+    With zero 3 embedding and head are gathered once a micro-batch, and the layers twice; in a pipeline too if
+    `zero_pp_gather` is "microbatch", since each backward pass frees the layers that a forward pass or itself has
+    gathered. With `Stack.reduces_after_pipelines` forward passes alone free layers. Ignored: there the forward passes
+    before the first backward pass gather, too.
     """
     if zero == 0:
         return [("1", (SUMMED,), I_AND_W)]
     after = candidates.pp > 1 and job.stack.reduces_after_pipelines
-    each_pass = candidates.shared.zero_pp_gather == "microbatch" or job.stack.frees_after_forward
+    each_pass = candidates.shared.zero_pp_gather == "microbatch"
     if zero == 3 and not (candidates.pp > 1 and (after or not each_pass)):
         repeated = (GATHERED_AGAIN,) if job.stack.accumulates_whole else (GATHERED_AGAIN, SCATTERED)
         last = (GATHERED_AGAIN, SCATTERED, ACROSS)

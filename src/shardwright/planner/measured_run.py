@@ -279,8 +279,6 @@ def stack_of(row: MeasuredRun, die: str) -> Stack:
         speed = replace(speed, hides_dp=row.overlap_dp, hides_sums=row.overlap_dp)
     if row.overlap_dp or _month(row.date) < FSDP_PIPELINES_SINCE:
         stack = replace(stack, reduces_after_pipelines=False)
-    if row.zero_pp_gather is not None:
-        stack = replace(stack, frees_after_forward=row.zero_pp_gather == "microbatch")
     if row.date < EARLY_STOP_SINCE:
         stack = replace(stack, stops_early=False)
     if _parts(row):
@@ -404,6 +402,8 @@ def _candidates(row: MeasuredRun, piped: Layout) -> Candidates:
         parts |= {"recompute": "full", "recompute_layers": few}
     if row.offload != "none":
         parts["offload_optimizer" if row.offload == "optimizer" else "offload_activations"] = "cpu"
+    if row.zero_pp_gather == "microbatch":  # a key of layouts with pp and zero 3 alone
+        parts |= {"zero_pp_gather": row.zero_pp_gather, **{key: values[key] for key in ("zero", "dp_shard", "cp")}}
     if row.loss_chunk_tokens:
         parts["loss_chunk_tokens"] = row.loss_chunk_tokens
     arrays: dict[str, Any] = {key: np.array([value], dtype=np.int64) for key, value in values.items()}
