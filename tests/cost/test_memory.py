@@ -152,7 +152,8 @@ def test_fsdp_in_a_pipeline_holds_a_whole_stage_since_backward_passes_free_no_la
 
     pipelining, own = ranks(), ranks(reduces_after_pipelines=False)
     assert (pipelining["step"] == pipelining["microbatch"]).all()
-    assert (pipelining["step"] == own["step"]).all() and (own["step"] > own["microbatch"]).all()
+    assert (pipelining["step"] == own["step"]).all()
+    assert (own["step"] > own["microbatch"]).all()
 
 
 def test_the_fullest_moment_is_the_loss_of_the_last_stage_where_logits_are_large():

@@ -17,9 +17,10 @@ from shardwright.cost.idle import MOST_SIMULATED, StageTimes, busy, ends, makesp
 from shardwright.cost.job import FULL, SELECTIVE, Candidates, Job
 from shardwright.cost.layer import layer
 from shardwright.cost.pipeline import stages
+from shardwright.cost.rank_parameters import rank_parameters
 from shardwright.cost.speed import Speed
 from shardwright.cost.stack import STACKS
-from shardwright.cost.step import data_parallel, rank_parameters, step_time
+from shardwright.cost.step import data_parallel, step_time
 from shardwright.model.presets import resolve
 from shardwright.schedule.build import build
 from shardwright.schedule.simulate import Times, simulate

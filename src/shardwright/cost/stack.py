@@ -30,9 +30,9 @@ class Stack:
     `layout.zero_pp_gather` "microbatch" frees layers after each forward pass, and gathers them for each backward pass,
     which leaves them whole (FSDP2's `reshard_after_forward`; torchtitan switches it off with a pipeline).
     `gathers_in_loss`: ZeRO-3 has a gathered block and the next one while the loss is computed, too. `step_bytes`:
-    temporary buffers of the optimizer. `reduced_bytes`: of a block's gradients in the reduce-scatter, with ZeRO-2 and ZeRO-3. `accumulates_whole`: ZeRO-2
-    and ZeRO-3 reduce gradients after the last micro-batch of a step alone, and keep them whole until then, in the type
-    of the reduction (FSDP2's `set_requires_gradient_sync`).
+    temporary buffers of the optimizer. `reduced_bytes`: of a block's gradients in the reduce-scatter, with ZeRO-2 and
+    ZeRO-3. `accumulates_whole`: ZeRO-2 and ZeRO-3 reduce gradients after the last micro-batch of a step alone, and keep
+    them whole until then, in the type of the reduction (FSDP2's `set_requires_gradient_sync`).
 
     Activations of a micro-batch: `flash_attention`: attention does not store its scores; `scores_in_kernel`: for
     every kind of layer and type, otherwise they are in memory, some rows at a time, where `model.pieces` gives a

@@ -24,8 +24,8 @@ e bytes for each of its parameters, which ZeRO-3 alone shards, and no gradients 
 Source: ZeRO, arXiv 1910.02054, section 5, with 2, 2 and 12 bytes; Megatron-LM's distributed optimizer is stage 1 with
 2, 4 and 12. If a stack gathers from the master weights, zero 3 has no working weights except the gathered ones. A
 pipeline that gathers once a step (`Layout.zero_pp_gather`) has unsharded weights and gradients until the end of the
-step; FSDP in `torch.distributed.pipelining` has them with gathers in each pass, too. Ignored: padding of shards; and that the second replica of a tied embedding has no optimizer states if one
-rank has the first and the last stage.
+step; FSDP in `torch.distributed.pipelining` has them with gathers in each pass, too. Ignored: padding of shards; and
+that the second replica of a tied embedding has no optimizer states if one rank has the first and the last stage.
 """
 
 import numpy as np
@@ -33,12 +33,12 @@ from numpy.typing import NDArray
 
 from shardwright.cost import compression, ledger, parameters
 from shardwright.cost.compression import waits_for_replicas
-from shardwright.cost.data_parallel import again_ranks
 from shardwright.cost.gradients import gathers_all, keeps_gradients, shares_gradients
 from shardwright.cost.job import Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas
 from shardwright.cost.parameters import Parameters
 from shardwright.cost.pipeline import Stages
+from shardwright.cost.rank_parameters import again_ranks
 from shardwright.layout.keys import ERROR_FEEDBACK
 from shardwright.optimizers import OFFLOAD_CHUNK_BYTES
 from shardwright.split.compression import powersgd_rank
