@@ -47,7 +47,8 @@ def page(name: str) -> str:
 
 
 def _row(name: str, column: RunColumn) -> str:
-    return f"| `{name}` | {column.help} | {column.rule} | {NEEDED[column.needed]} |\n"
+    needed = "optional column" if column.optional else NEEDED[column.needed]
+    return f"| `{name}` | {column.help} | {column.rule} | {needed} |\n"
 
 
 if __name__ == "__main__":

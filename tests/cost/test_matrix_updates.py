@@ -8,7 +8,8 @@ from shardwright.config import OptimizerSection
 from shardwright.cost import memory
 from shardwright.cost.matmuls import reached_flops_per_s
 from shardwright.cost.optimizer_step import matrix_updates
-from shardwright.cost.step import rank_parameters, step_time
+from shardwright.cost.rank_parameters import rank_parameters
+from shardwright.cost.step import step_time
 from shardwright.model.presets import resolve
 from shardwright.model.transformer import Transformer
 from shardwright.optimizers import newton_schulz_flops

@@ -140,6 +140,22 @@ def test_a_pipeline_that_gathers_once_a_step_holds_a_whole_stage():
     assert (step.kinds["master"] == microbatch.kinds["master"]).all()
 
 
+def test_fsdp_in_a_pipeline_holds_a_whole_stage_since_backward_passes_free_no_layers():
+    """`torch.distributed.pipelining` sets `set_reshard_after_backward(False)`."""
+
+    def ranks(**stack: bool) -> dict[str, memory.Floats]:
+        of = job(stack=replace(FSDP, **stack))
+        return {
+            when: memory.estimate_memory(of, one(1, pp=4, dp_shard=2, zero=3, zero_pp_gather=when)).rank_bytes
+            for when in ("step", "microbatch")
+        }
+
+    pipelining, own = ranks(), ranks(reduces_after_pipelines=False)
+    assert (pipelining["step"] == pipelining["microbatch"]).all()
+    assert (pipelining["step"] == own["step"]).all()
+    assert (own["step"] > own["microbatch"]).all()
+
+
 def test_the_fullest_moment_is_the_loss_of_the_last_stage_where_logits_are_large():
     found = memory.estimate_memory(job(seq_len=8192), one(1, "full", pp=2))
     assert [MOMENTS[at] for at in found.moment[0]] == ["backward", "loss"]

@@ -8,12 +8,13 @@ import pytest
 
 from shardwright.cost.blocks import blocks
 from shardwright.cost.calibration import CALIBRATED
-from shardwright.cost.data_parallel import OverlappedPasses, data_parallel, rank_parameters
+from shardwright.cost.data_parallel import OverlappedPasses, data_parallel
 from shardwright.cost.hardware import Cluster
 from shardwright.cost.job import FULL, Job
 from shardwright.cost.layer import head, layer
 from shardwright.cost.messages import _reached
 from shardwright.cost.passes import Passes, reached_bytes_per_s
+from shardwright.cost.rank_parameters import rank_parameters
 from shardwright.cost.stack import STACKS, Stack
 from shardwright.model.presets import PRESETS
 from shardwright.split.documents import plan

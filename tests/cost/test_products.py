@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwright.cost import memory
-from shardwright.cost.data_parallel import rank_parameters
 from shardwright.cost.job import Candidates
+from shardwright.cost.rank_parameters import rank_parameters
 from shardwright.cost.step import estimate
 from shardwright.layout.layout import Layout
 from shardwright.parallel.norm import local_part

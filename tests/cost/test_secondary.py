@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardwright.cost import data_parallel
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Candidates, Job
+from shardwright.cost.rank_parameters import again_ranks
 from shardwright.cost.step import estimate
 from shardwright.layout.layout import Layout
 from shardwright.model.presets import PRESETS
@@ -73,5 +73,5 @@ def test_experts_are_gathered_again_from_the_ranks_of_a_node_that_share_them_or_
 ):
     candidates = Candidates.from_layout(Layout(dp_shard=32, zero=3, ep=ep, zero_secondary_ranks=8), 1)
     job = replace(JOB, model=PRESETS[model])
-    assert data_parallel.again_ranks(job, candidates).tolist() == [8]
-    assert data_parallel.again_ranks(job, candidates, experts=True).tolist() == [ranks]
+    assert again_ranks(job, candidates).tolist() == [8]
+    assert again_ranks(job, candidates, experts=True).tolist() == [ranks]

@@ -17,9 +17,10 @@ from shardwright.cost.idle import MOST_SIMULATED, StageTimes, busy, ends, makesp
 from shardwright.cost.job import FULL, SELECTIVE, Candidates, Job
 from shardwright.cost.layer import layer
 from shardwright.cost.pipeline import stages
+from shardwright.cost.rank_parameters import rank_parameters
 from shardwright.cost.speed import Speed
 from shardwright.cost.stack import STACKS
-from shardwright.cost.step import data_parallel, rank_parameters, step_time
+from shardwright.cost.step import data_parallel, step_time
 from shardwright.model.presets import resolve
 from shardwright.schedule.build import build
 from shardwright.schedule.simulate import Times, simulate
@@ -225,14 +226,12 @@ def test_fsdp_in_a_pipeline_reduces_the_gradients_of_each_chunk_after_its_last_p
 
 def test_zero_3_that_frees_layers_after_each_forward_pass_of_a_pipeline_gathers_them_for_each_backward_pass():
     stack = replace(STACKS["fsdp"], speed=replace(STACKS["fsdp"].speed, hides_dp=False))
-    of = candidates(pp=4, dp_shard=16, zero=3)
     once, again = (
-        _data_parallel_s(job(stack=replace(stack, frees_after_forward=frees)), of, 1, 1.0) for frees in (False, True)
+        _data_parallel_s(job(stack=stack), candidates(pp=4, dp_shard=16, zero=3, zero_pp_gather=gather), 1, 1.0)
+        for gather in ("step", "microbatch")
     )
     # 8 micro-batches gather 8 times in addition to once, in half of the bytes of the reduction.
     assert again == pytest.approx(once * (1 + 8 / 3), rel=0.15)
-    each_pass = candidates(pp=4, dp_shard=16, zero=3, zero_pp_gather="microbatch")
-    assert _data_parallel_s(job(stack=stack), each_pass, 1, 1.0) == again
 
 
 def test_messages_of_experts_that_overlap_cost_their_exposed_part_and_the_slowdown():

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from shardwright.cost import memory
-from shardwright.cost.data_parallel import GATHERED, data_messages, groups, rank_parameters
+from shardwright.cost.data_parallel import GATHERED, data_messages, groups
+from shardwright.cost.rank_parameters import rank_parameters
 from shardwright.cost.stack import MEGATRON_CORE_FUSED_LOSS, STACKS
 from shardwright.cost.step import step_time
 from shardwright.planner.evaluate import MEASURED_RUNS
@@ -286,6 +287,14 @@ NARROW = {
 """GPT-22B on 8 H100 with FSDP and four micro-batches."""
 
 
+def test_norms_of_heads_keep_their_inputs_in_the_layer_that_is_recomputed(tmp_path: Path):
+    long = NARROW | {"seq_len": "65536", "positions": "rotary", "loss_chunk_tokens": "128"}  # the peak is in a layer
+    heads = (int(NARROW["heads"]) + int(NARROW["kv_heads"])) * int(NARROW["head_dim"])
+    more = peak_gib(tmp_path, long, qk_norm="1") - peak_gib(tmp_path, long)
+    assert more == pytest.approx(2 * int(NARROW["micro_batch"]) * 65536 * heads / GiB, rel=0.01)
+    assert seconds_with(tmp_path, NARROW, qk_norm="1") > seconds_with(tmp_path, NARROW)
+
+
 def test_weights_without_a_copy_in_fp32_and_whole_gradients_have_their_bytes(tmp_path: Path):
     (run,) = read_runs(write(tmp_path / "runs.csv", NARROW))
     assert isinstance(run, PredictableRun)
@@ -323,6 +332,18 @@ def test_with_a_plan_for_each_matrix_ranks_of_tp_have_the_whole_embedding_and_wi
         tmp_path, of_rank, whole_logits="1", sp="0", tp_by_matrix="0"
     )
     assert both == pytest.approx(2 * 22 * embedding, rel=0.01)
+
+
+def test_the_column_for_gathers_in_a_pipeline_is_the_key_of_the_layout(tmp_path: Path):
+    piped = PIPED | {"stack": "fsdp", "accelerator": "h100", "tp": "4", "dp_replicate": "1", "dp_shard": "2"}
+    piped |= {"zero": "3", "global_batch": "128"}
+    given = ({}, {"zero_pp_gather": "step"}, {"zero_pp_gather": "microbatch"})
+    rows = read_runs(write(tmp_path / "runs.csv", *({"zero_pp_gather": ""} | piped | cells for cells in given)))
+    assert all(isinstance(run, PredictableRun) for run in rows)
+    assert [run.candidates.shared.zero_pp_gather for run in rows] == ["step", "step", "microbatch"]
+    assert rows[0].job == rows[1].job == rows[2].job
+    (skipped,) = read_runs(write(tmp_path / "runs.csv", piped | given[2] | {"zero": "2"}))
+    assert skipped.reason == "zero_pp_gather='microbatch' needs pp above 1 and zero=3; set that, or leave it out"
 
 
 def test_recomputation_stops_at_the_last_tensor_that_is_read_since_pytorch_2_1(tmp_path: Path):

@@ -1,9 +1,4 @@
-"""Communication of weights and gradients over the ranks with the same parameters: messages and exposed seconds.
-
-The number of ranks from which zero 3 gathers layers for the backward pass (`layout.zero_secondary_ranks`).
-
-Source: ZeRO++, arXiv 2306.10209; parallel/secondary.py.
-"""
+"""Communication of weights and gradients over the ranks with the same parameters: messages and exposed seconds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.cost import compression, ledger, parameters, pipeline
-from shardwright.cost.blocks import BlockShape, blocks
+from shardwright.cost import compression, ledger, pipeline
+from shardwright.cost.blocks import blocks
 from shardwright.cost.collectives import PricedMessage, all_gather, all_reduce
 from shardwright.cost.compression import SENT_BYTES, GradientSums, waits_for_replicas
 from shardwright.cost.formats import FORMATS
@@ -21,6 +16,7 @@ from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.ledger import Formulas, plus
 from shardwright.cost.messages import HIDDEN, hidden
 from shardwright.cost.parameters import RankParameters
+from shardwright.cost.rank_parameters import again_ranks
 from shardwright.cost.speed import DATA
 from shardwright.layout.layout import Layout
 from shardwright.split.compression import BUCKET_BYTES, REPLICA_BUCKET_BYTES
@@ -350,14 +346,15 @@ def stage_collectives(job: Job, candidates: Candidates, zero: int) -> list[tuple
     """Return the collectives of a ZeRO stage in a step: their number, "1" or with m micro-batches "m" or "(m - 1)"; the
     collectives that are sent together; and the pass that they overlap with, or `AFTER` the passes.
 
-    With zero 3 embedding and head are gathered once a micro-batch, and the layers twice; in a pipeline too, since each
-    backward pass frees the layers that a forward pass or itself has gathered. Ignored: with
-    `Stack.frees_after_forward` the forward passes before the first backward pass gather, too.
+    With zero 3 embedding and head are gathered once a micro-batch, and the layers twice; in a pipeline too if
+    `zero_pp_gather` is "microbatch", since each backward pass frees the layers that a forward pass or itself has
+    gathered. With `Stack.reduces_after_pipelines` forward passes alone free layers. Ignored: there the forward passes
+    before the first backward pass gather, too.
     """
     if zero == 0:
         return [("1", (SUMMED,), I_AND_W)]
     after = candidates.pp > 1 and job.stack.reduces_after_pipelines
-    each_pass = candidates.shared.zero_pp_gather == "microbatch" or job.stack.frees_after_forward
+    each_pass = candidates.shared.zero_pp_gather == "microbatch"
     if zero == 3 and not (candidates.pp > 1 and (after or not each_pass)):
         repeated = (GATHERED_AGAIN,) if job.stack.accumulates_whole else (GATHERED_AGAIN, SCATTERED)
         last = (GATHERED_AGAIN, SCATTERED, ACROSS)
@@ -426,61 +423,3 @@ def replica_messages(
         )
         messages.append(PricedMessage(what, all_reduce, of_each, 2, stride))
     return [message for message in messages if np.any(np.asarray(message.size * message.calls) > 1)]
-
-
-def rank_parameters(job: Job, candidates: Candidates, rank: int | None = None) -> RankParameters:
-    """Return the parameters of each candidate on a rank of `pp`, by default the rank with the most."""
-    cut = pipeline.stages(job, candidates)
-    params = parameters.tp_rank_parameters(
-        job.model,
-        cut,
-        candidates.tp,
-        candidates.ep,
-        element_bytes=job.element_bytes,
-        ends_tp=parameters.vocabulary_shards(job, candidates),
-    )
-    replicas, kv_replicas = parameters.with_partial_gradients(job.model, cut, candidates)
-    blocks = np.array([len(layers) for layers in cut.layers])
-    expert_blocks = sum((n for block, n in cut.layers_by_kind.items() if block.experts), np.zeros_like(blocks))
-    shape = params.dense.shape
-    untrained = sum((_untrained(block) * n for block, n in cut.layers_by_kind.items()), np.zeros_like(blocks))
-    of_trained = params.trained
-    frozen = [params.dense - of_trained.dense, params.expert - of_trained.expert, params.ends - of_trained.ends]
-    frozen[0] = frozen[0] - untrained * (job.model.lora is not None)
-    parts = [params.dense, params.expert, params.ends, of_trained.hidden, *frozen, replicas, kv_replicas]
-    parts += [np.broadcast_to(blocks, shape), np.broadcast_to(expert_blocks, shape), (params.ends > 0).astype(np.int64)]
-    parts.append(np.broadcast_to(untrained, shape))
-    compressed = compression.counts(job.model, cut, candidates)
-    parts += [*compressed, (compressed[0] > 0).astype(np.int64)]
-    parts += (
-        list(parameters.padding(job.model, cut, candidates)) if job.stack.pads_rows else [np.zeros_like(parts[0])] * 5
-    )
-    # If matrices are compressed with error feedback, a formula estimates the buckets of the other parameters.
-    counted = job.element_bytes == 4 and bool((candidates.zero == 0).any()) and not np.any(compressed[0])
-    parts.append(
-        parameters.buckets(job.model, cut, candidates.tp, candidates.ep) if counted else np.zeros_like(parts[0])
-    )
-    parts += [params.dense - params.stored.dense, params.expert - params.stored.expert]
-    of_ranks = [part[:, cut.of_rank].sum(axis=2) for part in parts]
-    most = (of_ranks[0] + of_ranks[1]).argmax(axis=1)[:, None] if rank is None else np.full((len(candidates), 1), rank)
-    with ledger.section("Data parallel, rank with most parameters"):
-        params.note(cut, int(most[0, 0]))
-    return RankParameters(*(np.take_along_axis(part, most, 1)[:, 0] for part in of_ranks))
-
-
-def _untrained(block: BlockShape) -> int:
-    return sum(row.numel for row in block.rows if row.counted and row.kind == "balance")
-
-
-def again_ranks(job: Job, candidates: Candidates, experts: bool = False) -> Ints:
-    """Return from how many ranks layers are gathered for the backward pass, (n,): the secondary ranks, if ZeRO's shards
-    are a multiple of them; else all ranks of the shards. `experts`: for experts, if separate."""
-    ranks, shards = candidates.zero_secondary_ranks, candidates.shards
-    possible = np.full(len(candidates), candidates.pp == 1) & (candidates.zero == 3)
-    if experts:
-        ranks, shards = ranks * candidates.tp // candidates.ep, candidates.expert_shards
-        whole = job.model.moe is not None and job.model.moe.n_experts
-        possible &= whole % (shards * candidates.ep) == 0  # else FSDP2 shards another dim
-    possible &= (ranks > 1) & (shards > ranks) & (shards % np.maximum(ranks, 1) == 0)
-    result: Ints = np.where(possible, ranks, shards)
-    return result

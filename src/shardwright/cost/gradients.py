@@ -25,7 +25,7 @@ def keeps_gradients(job: Job, candidates: Candidates) -> NDArray[np.bool_]:
 
 def shares_gradients(job: Job, candidates: Candidates) -> NDArray[np.bool_]:
     """Return whether gradients are accumulated in shards."""
-    return (candidates.zero >= 2) & ~gathers_once(candidates) & job.stack.reduces_each_microbatch(candidates.pp)
+    return (candidates.zero >= 2) & ~gathers_all(job, candidates) & job.stack.reduces_each_microbatch(candidates.pp)
 
 
 def uses_fsdp(job: Job, candidates: Candidates) -> NDArray[np.bool_]:
@@ -38,9 +38,11 @@ def uses_fsdp(job: Job, candidates: Candidates) -> NDArray[np.bool_]:
     return np.asarray(shards | casts | apart | on_host)
 
 
-def gathers_once(candidates: Candidates) -> NDArray[np.bool_]:
-    """Return whether ZeRO-3 gathers a stage once a step."""
-    return (candidates.zero == 3) & (candidates.pp > 1) & (candidates.shared.zero_pp_gather == "step")
+def gathers_all(job: Job, candidates: Candidates) -> NDArray[np.bool_]:
+    """Return whether ZeRO-3 has a whole stage of a pipeline gathered at once: with one gather a step, or because each
+    backward pass leaves the layers that it gathers (`Stack.reduces_after_pipelines`)."""
+    frees = candidates.shared.zero_pp_gather == "microbatch" and not job.stack.reduces_after_pipelines
+    return (candidates.zero == 3) & (candidates.pp > 1) & (not frees)
 
 
 def moving_gradients(

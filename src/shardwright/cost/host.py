@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 
 from shardwright.cost import memory
-from shardwright.cost.data_parallel import rank_parameters
 from shardwright.cost.job import Candidates, Floats, Job
+from shardwright.cost.rank_parameters import rank_parameters
 from shardwright.cost.states import averages_on_host
 from shardwright.layout.layout import Layout
 

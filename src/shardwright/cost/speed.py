@@ -216,8 +216,8 @@ FSDP = Speed(
     merge_bytes=38.0,
 ).calibrated(CALIBRATED)
 """Eager kernels. An RMSNorm in 16 bits is a cast to fp32 (6 bytes an element), a square (8), a mean (4), a product with
-the reciprocal root (8), a cast (6) and a product with the weight (4). Ignored: `nn.RMSNorm` of PyTorch 2.9 and later is
-one kernel."""
+the reciprocal root (8), a cast (6) and a product with the weight (4). `nn.RMSNorm` of PyTorch 2.9 and later is one
+kernel, as a LayerNorm is (column `fused_norms` of a table of runs)."""
 NANOTRON = replace(
     FSDP,
     kind="nanotron",

@@ -26,13 +26,13 @@ class Stack:
     update. `reduces_once_in_pipelines`: with a pipeline, ZeRO-2 reduces the gradients of a stage once a step, after its
     last micro-batch (`torch.distributed.pipelining` sets FSDP's gradient sync for that one alone), and keeps them whole
     until then; `reduces_after_pipelines`: with ZeRO-1 to 3 it reduces the gradients of a stage after the stage's last
-    backward pass, and the next pass waits for it (`_root_post_backward_final_callback` there); `frees_after_forward`:
-    then ZeRO-3 frees layers after each forward pass, and gathers them for each backward pass, which leaves them whole
-    (FSDP2's `reshard_after_forward`; torchtitan switches it off with a pipeline). `gathers_in_loss`: ZeRO-3 has a
-    gathered block and the next one while the loss is computed, too. `step_bytes`: temporary buffers of the optimizer.
-    `reduced_bytes`: of a block's gradients in the reduce-scatter, with ZeRO-2 and ZeRO-3. `accumulates_whole`: ZeRO-2
-    and ZeRO-3 reduce gradients after the last micro-batch of a step alone, and keep them whole until then, in the type
-    of the reduction (FSDP2's `set_requires_gradient_sync`).
+    backward pass, and the next pass waits for it (`_root_post_backward_final_callback` there). Then ZeRO-3 with
+    `layout.zero_pp_gather` "microbatch" frees layers after each forward pass, and gathers them for each backward pass,
+    which leaves them whole (FSDP2's `reshard_after_forward`; torchtitan switches it off with a pipeline).
+    `gathers_in_loss`: ZeRO-3 has a gathered block and the next one while the loss is computed, too. `step_bytes`:
+    temporary buffers of the optimizer. `reduced_bytes`: of a block's gradients in the reduce-scatter, with ZeRO-2 and
+    ZeRO-3. `accumulates_whole`: ZeRO-2 and ZeRO-3 reduce gradients after the last micro-batch of a step alone, and keep
+    them whole until then, in the type of the reduction (FSDP2's `set_requires_gradient_sync`).
 
     Activations of a micro-batch: `flash_attention`: attention does not store its scores; `scores_in_kernel`: for
     every kind of layer and type, otherwise they are in memory, some rows at a time, where `model.pieces` gives a
@@ -93,7 +93,6 @@ class Stack:
     keeps_gradients: bool = True
     reduces_once_in_pipelines: bool = True
     reduces_after_pipelines: bool = False
-    frees_after_forward: bool = False
     accumulates_whole: bool = False
     gathers_in_loss: bool = True
     step_bytes: float = 0.0

@@ -24,8 +24,8 @@ e bytes for each of its parameters, which ZeRO-3 alone shards, and no gradients 
 Source: ZeRO, arXiv 1910.02054, section 5, with 2, 2 and 12 bytes; Megatron-LM's distributed optimizer is stage 1 with
 2, 4 and 12. If a stack gathers from the master weights, zero 3 has no working weights except the gathered ones. A
 pipeline that gathers once a step (`Layout.zero_pp_gather`) has unsharded weights and gradients until the end of the
-step. Ignored: padding of shards; and that the second replica of a tied embedding has no optimizer states if one
-rank has the first and the last stage.
+step; FSDP in `torch.distributed.pipelining` has them with gathers in each pass, too. Ignored: padding of shards; and
+that the second replica of a tied embedding has no optimizer states if one rank has the first and the last stage.
 """
 
 import numpy as np
@@ -33,12 +33,12 @@ from numpy.typing import NDArray
 
 from shardwright.cost import compression, ledger, parameters
 from shardwright.cost.compression import waits_for_replicas
-from shardwright.cost.data_parallel import again_ranks
-from shardwright.cost.gradients import gathers_once, keeps_gradients, shares_gradients
+from shardwright.cost.gradients import gathers_all, keeps_gradients, shares_gradients
 from shardwright.cost.job import Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas
 from shardwright.cost.parameters import Parameters
 from shardwright.cost.pipeline import Stages
+from shardwright.cost.rank_parameters import again_ranks
 from shardwright.layout.keys import ERROR_FEEDBACK
 from shardwright.optimizers import OFFLOAD_CHUNK_BYTES
 from shardwright.split.compression import powersgd_rank
@@ -53,7 +53,7 @@ def rank_state_bytes(job: Job, candidates: Candidates, stages: Stages, params: P
         kept_weights=~(sharded & (stack.gathers_master and has_master))[:, None] + 0,
         fp8_weight_bytes=stack.fp8_weight_bytes * (job.precision == "fp8"),
         gathers=sharded[:, None] + 0,
-        gathers_all=gathers_once(candidates)[:, None] + 0,
+        gathers_all=gathers_all(job, candidates)[:, None] + 0,
         always_two=int(stack.gathers_in_loss),
         always=keeps_gradients(job, candidates)[:, None] + 0,
         layers=np.array([len(layers) for layers in stages.layers])[stages.of_rank].sum(1),
@@ -308,7 +308,7 @@ def stage_state_bytes(job: Job, candidates: Candidates, stages: Stages, params: 
         gradients = [gradients[0] * stays[:, None], 0.0 * gradients[1]]
     largest = np.max([(dense + expert)[:, None] * (stages.layers_by_kind[block] > 0)
                       for block, (dense, expert) in params.stored.of_block.items()], axis=0)  # fmt: skip
-    gathers = (candidates.zero == 3) & ~gathers_once(candidates) & (not job.stack.gathers_in_loss)
+    gathers = (candidates.zero == 3) & ~gathers_all(job, candidates) & (not job.stack.gathers_in_loss)
     two = np.minimum([len(layers) for layers in stages.layers], 2)
     gathered = job.element_bytes * gathers[:, None] * largest
     for_head = np.zeros_like(gathered)

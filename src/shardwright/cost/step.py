@@ -11,7 +11,7 @@ import numpy as np
 
 from shardwright.cost import compression, idle, ledger, memory, pipeline
 from shardwright.cost.collectives import point_to_point
-from shardwright.cost.data_parallel import I_AND_W, F, OverlappedPasses, data_parallel, rank_parameters
+from shardwright.cost.data_parallel import I_AND_W, F, OverlappedPasses, data_parallel
 from shardwright.cost.idle import StageTimes, busy
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.layer import embedding, head, layer
@@ -29,6 +29,7 @@ from shardwright.cost.memo import (
 from shardwright.cost.optimizer_step import PLACEMENT, expert_moves, optimizer_step
 from shardwright.cost.parameters import RankParameters
 from shardwright.cost.passes import Passes
+from shardwright.cost.rank_parameters import rank_parameters
 from shardwright.cost.reserved import ROUNDING
 from shardwright.cost.speed import DATA
 from shardwright.layout.box import DENSE_AXES

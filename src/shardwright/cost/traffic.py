@@ -15,6 +15,7 @@ from shardwright.cost import compression, data_parallel
 from shardwright.cost.collectives import PricedMessage, point_to_point
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.parameters import RankParameters
+from shardwright.cost.rank_parameters import rank_parameters
 from shardwright.cost.speed import DATA
 from shardwright.cost.step import PIPELINE, StagePasses
 
@@ -30,7 +31,7 @@ def step_messages(job: Job, candidates: Candidates, rank: int) -> list[PricedMes
         for message in passes.messages
     ]
     messages += _between_stages(job, candidates, rank, m)
-    params = data_parallel.rank_parameters(job, candidates, rank)
+    params = rank_parameters(job, candidates, rank)
     end = (params.end_groups == 1).astype(np.int64)
     data = [
         replace(message, calls=message.calls * times)
@@ -49,7 +50,7 @@ def shards_over_link(job: Job, candidates: Candidates, rank: int) -> dict[str, t
     `pp` in a step of one layout, and their bytes; else an empty dict."""
     if candidates.shared.offload_parameters == "none":
         return {}
-    params = data_parallel.rank_parameters(job, candidates, rank)
+    params = rank_parameters(job, candidates, rank)
     calls: Counter[str] = Counter()
     elements: Counter[str] = Counter()
     for times, what, group in _collectives(job, candidates, params, int(candidates.microbatches(job.global_batch)[0])):

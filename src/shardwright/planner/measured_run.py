@@ -1,16 +1,12 @@
 """Convert a measured run into a job and a layout that the cost model can price, or give the reason why not."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import ceil
 from typing import Any
-
-import numpy as np
 
 from shardwright.cost import memory
 from shardwright.cost.formats import FORMATS
-from shardwright.cost.hardware import Cluster, accelerator, cluster, evenly
+from shardwright.cost.hardware import accelerator
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.recompute import FOREIGN_PARTS
 from shardwright.cost.speed import ATTENTION
@@ -19,30 +15,20 @@ from shardwright.layout.layout import Layout
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.planner.run_columns import MeasuredRun
+from shardwright.planner.run_layout import candidates_of, cluster_of, priced_schedule, rule_problems, with_columns
 from shardwright.schedule.registry import find
-from shardwright.split import rules, stages
 from shardwright.system.errors import InputError
 from shardwright.system.units import GiB
 
-MOST_STAGES = 512
-"""Most stages of a pipeline; its schedule is simulated action by action."""
-MOST_PARAMETERS = 1e16
-MOST_TOKENS = 1e12
-"""Most tokens of a step. Above these limits, products of sizes overflow the 64-bit integers of the cost model."""
 PRECISIONS = {name: name for name in FORMATS} | {"fp8-tensor": "fp8"}
 """Cost model's name of each number format of a table."""
 STACK = {"deepspeed": "megatron", "automodel": "fsdp-compiled", "other": "megatron-core"}
 """Software of a table that is priced as other software."""
-MEGATRON_SCHEDULE = {"zb-h2": "auto"}
-"""Schedule of the runs of Megatron-LM marked "zb-h2". They ran ZB-2p, a schedule that is searched for the times of the
-stages, with at most 2p micro-batches in flight (Qi et al., arXiv 2401.10241, section 4)."""
 FUSED_LOSS = {
     "megatron-core": "megatron-core-fused-loss",
     "fsdp": "fsdp-fused-loss",
     "fsdp-compiled": "fsdp-compiled-loss",
 }
-RECOMPUTE = {"none": 0, "selective": 1, "full": 2, "partial": 2}
-"""Indices in `cost.job.RECOMPUTE`."""
 PARTS = {"core_attn": "attention", "mla_up_proj": "mla_up", "layernorm": "norms"} | {
     name: name for name in FOREIGN_PARTS
 }
@@ -58,6 +44,8 @@ FLASH_2_SINCE = "2023-07"
 """First date of FlashAttention-2 (arXiv 2307.08691)."""
 EARLY_STOP_SINCE = "2023-10"
 """First date from which `torch.utils.checkpoint` stops at the last tensor that the backward pass reads (2.1)."""
+FUSED_NORMS_SINCE = "2025-10"
+"""First date from which `nn.RMSNorm` of PyTorch is one CUDA kernel (2.9, `aten::_fused_rms_norm`)."""
 CUDNN_SINCE = "2026"
 """First date from which PyTorch's own attention on Hopper is cuDNN's."""
 CUDNN_9_SINCE = "2024-06"
@@ -117,22 +105,22 @@ def prepared(line: int, row: MeasuredRun) -> PredictableRun | SkippedRun:
         if reason := next(_not_priced(row), None):
             return SkippedRun(line, row, reason)
         # Schedules with a fixed number of stages do not name it.
-        schedule = _schedule(row)
+        schedule = priced_schedule(row)
         virtual = row.virtual_stages if find(schedule).virtual_stages_tried else None
         piped = Layout(pp=row.pp, pp_schedule=schedule).changed(virtual_stages=virtual)
         job = Job(
             model=_model(row),
-            cluster=_cluster(row),
+            cluster=cluster_of(row),
             seq_len=row.seq_len,
             global_batch=row.global_batch,
             precision=PRECISIONS[row.precision],
             stack=stack_of(row, accelerator(row.accelerator).die),
         )
-        candidates = _candidates(row, piped)
+        candidates = candidates_of(row, piped)
     except InputError as error:
-        return SkippedRun(line, row, _with_columns(error.problems[0]))
+        return SkippedRun(line, row, with_columns(error.problems[0]))
     if reason := next(rule_problems(job, candidates, piped), None):
-        return SkippedRun(line, row, _with_columns(reason))
+        return SkippedRun(line, row, with_columns(reason))
     return PredictableRun(row=line, measured=row, job=job, candidates=candidates, assumed=tuple(_assumed(row)))
 
 
@@ -159,14 +147,10 @@ def software_problems(row: MeasuredRun, die: str) -> Iterator[str]:
         yield f"overlap_ep=1 has no price with stack {row.stack}{without}; priced with megatron-core and experts"
     if row.zero_pp_gather and row.stack not in PYTORCH:
         yield f"zero_pp_gather has no price with stack {row.stack}; priced with {', '.join(PYTORCH)}"
+    if row.fused_norms is not None and row.stack != "fsdp":
+        yield f"fused_norms has no price with stack {row.stack}; priced with fsdp"
     if row.fused_loss and STACK.get(row.stack, row.stack) not in FUSED_LOSS:
         yield f"fused_loss=1 has no price with stack {row.stack}; priced with {', '.join(FUSED_LOSS)}"
-
-
-def _schedule(row: MeasuredRun) -> str:
-    """Return the schedule with which a row is priced."""
-    of_megatron = row.stack in ("megatron", "megatron-core")
-    return MEGATRON_SCHEDULE.get(row.schedule, row.schedule) if of_megatron else row.schedule
 
 
 def _core_attention(row: MeasuredRun) -> bool:
@@ -183,12 +167,6 @@ def _parts(row: MeasuredRun) -> tuple[str, ...]:
     return tuple(PARTS[name] for name in modules.split("+"))
 
 
-def _few_layers(row: MeasuredRun, chunks: int) -> int | None:
-    """Return the layers of each chunk that recompute, for `partial:N` of a model's layers; else None."""
-    kind, _, number = row.recompute.partition(":")
-    return ceil(int(number) / chunks) if kind == "partial" else None
-
-
 def _assumed(row: MeasuredRun) -> Iterator[str]:
     if row.note:
         yield row.note
@@ -200,7 +178,7 @@ def _assumed(row: MeasuredRun) -> Iterator[str]:
         yield "attention of the package flash-attn, as in NeMo's recipes of that year"
     if row.overlap_ep is None and _overlaps_experts(row):
         yield "messages of experts overlap with another micro-batch, in one CUDA graph, as in recipes of that year"
-    if (priced := _schedule(row)) != row.schedule:
+    if (priced := priced_schedule(row)) != row.schedule:
         yield f"{row.schedule} of Megatron-LM is ZB-2p, a searched schedule: priced as {priced}"
     if row.stack in STACK:
         yield f"stack {row.stack} priced as {STACK[row.stack]}"
@@ -239,6 +217,7 @@ def _model(row: MeasuredRun) -> ModelSpec:
         activation="swiglu" if row.gated else "gelu_tanh",
         positions="learned" if row.positions == "learned" else "rope",
         bias=row.bias,
+        qk_norm=row.qk_norm,
         tied_embedding=row.tied,
         dropout=row.dropout,
         moe=moe,
@@ -254,6 +233,8 @@ def stack_of(row: MeasuredRun, die: str) -> Stack:
     stack = STACKS[FUSED_LOSS[name] if fused else name]
     speed = stack.speed
     speed = replace(speed, attention=_attention(row, die), graphs=_graphs(row, die), gathers_casts=_gathers_casts(row))
+    if _fused_norms(row):
+        speed = replace(speed, rmsnorm_bytes=speed.norm_bytes)
     if row.flash is not None:
         stack = replace(stack, flash_attention=row.flash)
     if row.grad_dtype is not None:
@@ -272,8 +253,6 @@ def stack_of(row: MeasuredRun, die: str) -> Stack:
         speed = replace(speed, hides_dp=row.overlap_dp, hides_sums=row.overlap_dp)
     if row.overlap_dp or _month(row.date) < FSDP_PIPELINES_SINCE:
         stack = replace(stack, reduces_after_pipelines=False)
-    if row.zero_pp_gather is not None:
-        stack = replace(stack, frees_after_forward=row.zero_pp_gather == "microbatch")
     if row.date < EARLY_STOP_SINCE:
         stack = replace(stack, stops_early=False)
     if _parts(row):
@@ -285,6 +264,12 @@ def stack_of(row: MeasuredRun, die: str) -> Stack:
 
 def _fused_loss(row: MeasuredRun) -> bool:
     return row.stack == "fsdp-compiled" and row.date >= COMPILED_LOSS_SINCE
+
+
+def _fused_norms(row: MeasuredRun) -> bool:
+    """Return whether an eager RMSNorm is one kernel: stated by the row, or by its date."""
+    stated = row.fused_norms if row.fused_norms is not None else _month(row.date) >= FUSED_NORMS_SINCE
+    return row.stack == "fsdp" and stated
 
 
 def _with_memory(row: MeasuredRun, stack: Stack) -> Stack:
@@ -362,110 +347,3 @@ def _copies_by_node(row: MeasuredRun) -> bool:
     if row.moe_dispatch is not None or not row.experts:
         return row.moe_dispatch in ("deepep", "hybridep")
     return row.stack == "megatron-core" and (row.date or "") >= FLEX_SINCE
-
-
-def _cluster(row: MeasuredRun) -> Cluster:
-    """Return a cluster whose ranks are divided evenly over as few NVLink domains as have room for the run."""
-    result = cluster(f"{row.accelerator}:{row.accelerators}/{evenly(row.accelerators, row.per_domain)}")
-    # A run on a part of a domain has the links of the domain.
-    result = replace(result, inside=cluster(f"{row.accelerator}:{row.per_domain}/{row.per_domain}").inside)
-    if row.network_gbs is not None:
-        result = result.with_network(row.network_gbs * 1e9 * result.node_size)
-    return result if row.network is None else result.on(row.network)
-
-
-def _candidates(row: MeasuredRun, piped: Layout) -> Candidates:
-    values = {
-        "dp_replicate": row.dp_replicate,
-        "dp_shard": row.dp_shard,
-        "cp": row.cp,
-        "tp": row.tp,
-        # Experts with tp of their own need as much memory, and get as many tokens, as with more ranks of ep.
-        "ep": row.ep * (row.etp or row.tp) if row.experts else 1,
-        "zero": row.zero,
-        "micro_batch": row.micro_batch,
-        "recompute": RECOMPUTE[row.recompute.partition(":")[0]],
-    }
-    parts: dict[str, Any] = {}
-    if (few := _few_layers(row, piped.n_stages)) is not None:
-        parts |= {"recompute": "full", "recompute_layers": few}
-    if row.offload != "none":
-        parts["offload_optimizer" if row.offload == "optimizer" else "offload_activations"] = "cpu"
-    if row.loss_chunk_tokens:
-        parts["loss_chunk_tokens"] = row.loss_chunk_tokens
-    arrays: dict[str, Any] = {key: np.array([value], dtype=np.int64) for key, value in values.items()}
-    return Candidates(
-        shared=replace(
-            piped,
-            stage_layers=_stage_layers(row, piped.n_stages),
-            **parts,
-            cp_method="zigzag" if row.cp_method in (None, "ring") else row.cp_method,
-        ),
-        sequence_parallel=np.array([row.sp]),
-        **arrays,
-    )
-
-
-def _stage_layers(row: MeasuredRun, n_stages: int) -> tuple[int, ...] | None:
-    """Return the number of layers of each stage; None if they are balanced by cost."""
-    if row.pp == 1:
-        return None
-    if row.stack == "nanotron":
-        return _by_weights(row, n_stages)
-    if row.layer_split == "uneven":
-        return None
-    ends = 1 if row.layer_split == "ends" else 0
-    per_stage, rest = divmod(row.layers + 2 * ends, n_stages)
-    if rest:
-        raise InputError(
-            f"layer_split={row.layer_split}: {row.layers} layers do not fill {n_stages} stages; valid: uneven"
-        )
-    return per_stage - ends, *(per_stage,) * (n_stages - 2), per_stage - ends
-
-
-def _by_weights(row: MeasuredRun, n_stages: int) -> tuple[int, ...]:
-    """Return the layers of each stage as nanotron assigns them, for any number: a stage ends with the layer at which
-    the weights of all layers so far exceed its share of the weights of layers and head
-    (`nanotron.models.base.build_model`)."""
-    layer = (4 * row.heads * row.head_dim + 3 * row.d_ffn) * row.d_model
-    whole = row.layers * layer + row.vocab * row.d_model
-    counts = [0] * n_stages
-    stage = 0
-    for number in range(1, row.layers + 1):
-        counts[stage] += 1
-        if number * layer > whole * (stage + 1) / n_stages:
-            stage = min(stage + 1, n_stages - 1)
-    return tuple(counts)
-
-
-def rule_problems(job: Job, candidates: Candidates, piped: Layout) -> Iterator[str]:
-    """Yield the rules of any training code that the run breaks. Rules of this system alone are not checked: other
-    programs shard experts over data replicas, pad a vocabulary, and may have a stage without a layer."""
-    spec = job.model
-    yield from spec.problems()
-    if spec.n_parameters > MOST_PARAMETERS or job.tokens > MOST_TOKENS:
-        yield f"{spec.n_parameters:.3g} parameters and {job.tokens:.3g} tokens in a step are out of range"
-    priced = job.cluster.accelerator.flops_per_s
-    if FORMATS[job.precision].peak not in priced:
-        yield f"no figures for {job.precision} on {job.cluster.accelerator.name}; valid: {', '.join(priced)}"
-    # Checked as dense and without data ranks: the rules for experts and data ranks are about this system's sharding.
-    inside = Layout(
-        tp=int(candidates.tp[0]),
-        cp=int(candidates.cp[0]),
-        cp_method=candidates.shared.cp_method,
-        sequence_parallel=bool(candidates.sequence_parallel[0]),
-    )
-    yield from rules.problems(replace(spec, moe=None), inside, job.seq_len)
-    if piped.n_stages > MOST_STAGES:
-        yield f"{piped.n_stages} stages are more than the {MOST_STAGES} that are simulated"
-        return
-    yield from stages.schedule_problems(piped, int(candidates.microbatches(job.global_batch)[0]))
-    if candidates.pp > 1 and candidates.shared.stage_layers is None:
-        yield from stages.problems(spec, piped)
-    elif candidates.shared.stage_layers is not None and min(candidates.shared.stage_layers) < 0:
-        yield f"{spec.n_layers} layers cannot be partitioned into the {piped.n_stages} stages of pp={candidates.pp}"
-
-
-def _with_columns(problem: str) -> str:
-    """Return a rule with the names of table columns, without sections of a run file."""
-    return re.sub(r"\b(layout|model|batch)\.(?=[a-z])", "", problem)

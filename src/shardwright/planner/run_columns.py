@@ -143,6 +143,9 @@ class MeasuredRun:
     tied: bool = flag_column("1: the head uses the embedding's matrix. Empty: 0", empty=False)
     bias: bool = flag_column("1: linear layers have biases. Empty: 0", empty=False)
     positions: str = choice_column("position encoding. Empty: rotary", "learned", "rotary", empty="rotary")
+    qk_norm: bool = flag_column(
+        "1: queries and keys of each head have an RMSNorm (Qwen3). Empty: 0", empty=False, optional=True
+    )
     dropout: float = decimal_column("probability. Empty: 0", 0, 0.99, empty=0.0)
     window: int | None = whole_column("tokens of sliding-window attention. Empty: none", 10_000_000)
     windowed_layers: int | None = whole_column("layers that have it", 1000)
@@ -203,6 +206,11 @@ class MeasuredRun:
         "parts of a step that are replayed as CUDA graphs; blocks: layers without their experts. Empty: by stack, "
         "accelerator and date",
         *("none", "blocks", "step"),
+        optional=True,
+    )
+    fused_norms: bool | None = flag_column(
+        "1: an RMSNorm is one kernel; 0: a kernel for each of its operations, as in eager mode where a norm is written "
+        "in Python. Empty: as usual with the stack; with fsdp by date",
         optional=True,
     )
     gather_dtype: str | None = choice_column(

@@ -15,7 +15,7 @@ from shardwright.cost.machine import on_machine
 from shardwright.layout.layout import accumulation
 from shardwright.model.spec import ModelSpec
 from shardwright.planner.choice import Choice, PricedLayout
-from shardwright.planner.measured_run import rule_problems
+from shardwright.planner.run_layout import rule_problems
 from shardwright.planner.search import search
 from shardwright.planner.space import OFFLOADS, FixedChoices, Mask
 from shardwright.readers.systems import SUPPORTED, ConfigurationSource, sources_of

@@ -57,7 +57,7 @@ SCALE: dict[str, AnyBug] = {
         _PLANNED + "test_each_rank_keeps_its_part_of_every_layer_in_the_type_of_matmuls",
     ),
     "the plan has as many secondary ranks of experts as of other parameters": UnitBug(
-        Mutation(f"{_COST}.data_parallel:again_ranks", "ranks * candidates.tp // candidates.ep", "ranks"),
+        Mutation(f"{_COST}.rank_parameters:again_ranks", "ranks * candidates.tp // candidates.ep", "ranks"),
         _PLANNED + "test_experts_are_gathered_again_from_the_ranks_of_a_node_that_share_them_or_from_all",
         ("qwen3-30b-a3b", 2, 4),
     ),
