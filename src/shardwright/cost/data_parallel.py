@@ -362,7 +362,8 @@ def stage_collectives(job: Job, candidates: Candidates, zero: int) -> list[tuple
         repeated = (GATHERED_AGAIN,) if job.stack.accumulates_whole else (GATHERED_AGAIN, SCATTERED)
         last = (GATHERED_AGAIN, SCATTERED, ACROSS)
         return [("m", (GATHERED,), F), ("(m - 1)", repeated, I_AND_W), ("1", last, I_AND_W)]
-    once = [("1", (SCATTERED, ACROSS), AFTER if after else I_AND_W), ("1", (GATHERED,), F)]
+    sums = (SUMMED,) if zero == 1 and job.stack.sums_whole else (SCATTERED, ACROSS)
+    once = [("1", sums, AFTER if after else I_AND_W), ("1", (GATHERED,), F)]
     if zero == 3 and each_pass:
         return [*once, ("m", (GATHERED_AGAIN,), I_AND_W)]
     again = zero == 2 and job.stack.reduces_each_microbatch(candidates.pp)

@@ -260,8 +260,11 @@ def stack_of(row: MeasuredRun, die: str) -> Stack:
         speed = replace(speed, reduce_bytes=ELEMENT_BYTES[row.grad_dtype])
         stack = replace(stack, reduced_bytes=ELEMENT_BYTES[row.grad_dtype])
     if row.grad_dtype == "fp32" and row.stack in ("megatron", "deepspeed"):
-        # The gradient of each micro-batch is written in 16 bits, read, and added to a sum in fp32.
-        speed = replace(speed, sum_bytes=12.0)
+        # The gradient of each micro-batch is written in 16 bits, read, and added to a sum in fp32. DeepSpeed's
+        # BF16_Optimizer writes and reads a copy in fp32 before it adds (update_hp_grads), and all-reduces the sums.
+        deepspeed = row.stack == "deepspeed"
+        speed = replace(speed, sum_bytes=20.0 if deepspeed else 12.0)
+        stack = replace(stack, sums_whole=deepspeed)
     if row.optimizer_dtype is not None:
         stack = replace(stack, state_bytes=ELEMENT_BYTES[row.optimizer_dtype])
     stack = _with_memory(row, stack)

@@ -16,6 +16,10 @@ SCALE: dict[str, AnyBug] = {
         _STEP
         + "test_zero_3_that_frees_layers_after_each_forward_pass_of_a_pipeline_gathers_them_for_each_backward_pass",
     ),
+    "the plan reduce-scatters the gradients of DeepSpeed's BF16_Optimizer": UnitBug(
+        Mutation(f"{_COST}.data_parallel:stage_collectives", "zero == 1 and job.stack.sums_whole", "False"),
+        _STEP + "test_the_bf16_optimizer_of_deepspeed_all_reduces_sums_in_fp32",
+    ),
     "the plan hides the messages of experts in a pipeline with one stage on a rank": UnitBug(
         Mutation(
             f"{_COST}.layer:dispatch",
