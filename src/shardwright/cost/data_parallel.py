@@ -275,9 +275,10 @@ class _DataParallelTraffic:
             return ExposedCollective(name, message_s, lambda f: f[name], inputs, longer=False)
         work, of_a_layer = self.passes[beside], message_s / layers
         windows, chunks = (self.windows[beside], self.chunks) if once else (1.0, 1)
-        slows = self._interference(whats)
-        left = hidden(message_s, work, slows, of_a_layer, what=name, beside=beside, windows=windows, chunks=chunks)
-        inputs |= {beside: work, "layers": layers, "interference": slows}
+        left = hidden(
+            message_s, work, speed.interference, of_a_layer, what=name, beside=beside, windows=windows, chunks=chunks
+        )
+        inputs |= {beside: work, "layers": layers, "interference": speed.interference}
         window = "windows_of_F" if beside == F else "windows_of_I_and_W"
         inputs |= {window: windows} if chunks > 1 else {}
 
@@ -293,26 +294,14 @@ class _DataParallelTraffic:
             longer=self.candidates.pp > 1 and bool(np.any(message_s - work > of_a_layer)),
         )
 
-    def _interference(self, whats: tuple[str, ...]) -> Floats | float:
-        """Return the slowdown of a pass as a share of the time of its messages. NCCL opens as many channels, each on a
-        multiprocessor, as the slowest link feeds (NVIDIA/nccl, src/graph/search.cc). So messages on a slower network
-        than the accelerator's usual one slow a pass only for the time that they would take on the usual one."""
-        share, here = self.job.stack.speed.interference, self.job.cluster
-        if (usual := here.on_usual_network()) is here:
-            return share
-        messages = [message for what in whats for message in self._messages(what)]
-        with ledger.unrecorded():
-            times = [sum((each.seconds(on) for each in messages), np.zeros(1)) for on in (usual, here)]
-        return share * (times[0] / np.maximum(times[1], 1e-12))[:, None]
-
-    def _messages(self, what: str) -> list[PricedMessage]:
-        layout = self.candidates.shared
-        return [message for group in self.groups for message in data_messages(self.job, layout, what, group)]
-
     def sent(self, what: str) -> Floats:
         """Return the seconds of a collective, summed over dense parameters and experts."""
         if what not in self._sent:
-            messages = self._messages(what)
+            messages = [
+                message
+                for group in self.groups
+                for message in data_messages(self.job, self.candidates.shared, what, group)
+            ]
             slower = self.job.stack.speed.slowdown(DATA)
             terms = {message.what: message.seconds(self.job.cluster, slower) for message in messages}
             if bucket_s := self.job.stack.speed.bucket_s:

@@ -214,7 +214,7 @@ def over_tp(
 def hidden(
     message_s: Floats,
     beside_s: Floats,
-    interference: Floats | float,
+    interference: float,
     least_s: Floats | float = 0.0,
     *,
     what: str,

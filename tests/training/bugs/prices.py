@@ -40,12 +40,6 @@ SCALE: dict[str, AnyBug] = {
         Mutation(f"{_COST}.layer:dispatch", "job.stack.speed.interference", "0.0"),
         _STEP + "test_messages_of_experts_that_overlap_cost_their_exposed_part_and_the_slowdown",
     ),
-    "messages on a slow network slow computation all the time that they take": UnitBug(
-        Mutation(
-            f"{_COST}.data_parallel:_DataParallelTraffic.exposed", "self._interference(whats)", "speed.interference"
-        ),
-        _STEP + "test_messages_on_a_slow_network_slow_a_pass_as_long_as_on_the_usual_network",
-    ),
     "training logs do not change attention kernels with a published rate": UnitBug(
         Mutation(
             f"{_COST}.attention:_fused",
