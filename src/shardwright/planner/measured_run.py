@@ -56,6 +56,8 @@ COMPILED_LOSS_SINCE = "2025"
 """First date from which the loss is compiled with the model, in trainers with torch.compile (torchtitan)."""
 FLASH_2_SINCE = "2023-07"
 """First date of FlashAttention-2 (arXiv 2307.08691)."""
+FSDP_2_SINCE = "2024-06"
+"""First date of FSDP2 (`fully_shard` of PyTorch 2.4, torchtitan), which copies parameters from and to its messages."""
 EARLY_STOP_SINCE = "2023-10"
 """First date from which `torch.utils.checkpoint` stops at the last tensor that the backward pass reads (2.1)."""
 CUDNN_SINCE = "2026"
@@ -275,6 +277,8 @@ def stack_of(row: MeasuredRun, die: str) -> Stack:
         speed = replace(speed, hides_dp=row.overlap_dp, hides_sums=row.overlap_dp)
     if row.overlap_dp or _month(row.date) < FSDP_PIPELINES_SINCE:
         stack = replace(stack, reduces_after_pipelines=False)
+    if row.date < FSDP_2_SINCE:
+        speed = replace(speed, copies_parameters=False)
     if row.zero_pp_gather is not None:
         stack = replace(stack, frees_after_forward=row.zero_pp_gather == "microbatch")
     if row.date < EARLY_STOP_SINCE:

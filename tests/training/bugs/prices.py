@@ -20,6 +20,11 @@ SCALE: dict[str, AnyBug] = {
         Mutation(f"{_COST}.data_parallel:stage_collectives", "zero == 1 and job.stack.sums_whole", "False"),
         _STEP + "test_the_bf16_optimizer_of_deepspeed_all_reduces_sums_in_fp32",
     ),
+    "the plan copies gathered parameters in no step": UnitBug(
+        Mutation(f"{_COST}.data_parallel:_exposed_s", "list(traffic.copies(int(zero)))", "[]"),
+        "tests/cost/test_messages.py:test_fsdp2_copies_each_gathered_parameter_and_casts_each_gradient_into_its_message",
+        given=(3, 2),
+    ),
     "the plan hides the messages of experts in a pipeline with one stage on a rank": UnitBug(
         Mutation(
             f"{_COST}.layer:dispatch",
