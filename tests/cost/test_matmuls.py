@@ -18,6 +18,7 @@ from shardwright.cost.matmuls import Matmul, head_matmul, layer_matmuls, reached
 from shardwright.cost.stack import STACKS
 from shardwright.layout.layout import Layout
 from shardwright.model.presets import PRESETS
+from shardwright.planner.software import read_stack
 from tests.cost.jobs import candidates, job
 
 
@@ -169,6 +170,18 @@ def test_attention_on_a100_has_the_published_rate():
     found = shares("a100-80gb", "FlashAttention", CALIBRATED.flash_width, CALIBRATED.flash_length)
     long = [share for (_, tokens), share in found.items() if tokens >= 2048]
     assert np.mean(long) == pytest.approx(CALIBRATED.flash("a100-80gb"), abs=0.01)
+
+
+@pytest.mark.parametrize("stack", ["fsdp-compiled", "nanotron", "shardwright", "shardwright-compiled"])
+def test_flash_attention_2_on_a100_has_the_published_gain_with_every_stack_of_today(stack: str):
+    first, second = PUBLISHED["a100-80gb", "FlashAttention"], PUBLISHED["a100-80gb", "FlashAttention-2"]
+    gains = [second[c][i] / first[c][i] for c in (64, 128) for i in range(TOKENS.index(2048), len(first[c]))]
+    assert STACKS[stack].speed.on("a100-80gb").flash_gain == pytest.approx(np.mean(gains), abs=0.01)
+    described = (read_stack(f"fsdp,date={date}", job(on="a100-80:8")) for date in ("2023", "2024-03"))
+    assert [one.speed.on("a100-80gb").flash_gain for one in described] == [
+        1.0,
+        STACKS[stack].speed.on("a100-80gb").flash_gain,
+    ]
 
 
 @pytest.mark.parametrize(("die", "share"), [("a100-80gb", 0.95), ("h100", 0.536)])

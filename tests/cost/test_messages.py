@@ -186,14 +186,33 @@ def test_ulysses_sends_each_rank_a_head_of_keys_and_values_in_two_messages_each_
     assert backward == pytest.approx(forward)
 
 
+def uncopied(stack: Stack) -> Stack:
+    return replace(stack, speed=replace(stack.speed, copies_parameters=False))
+
+
 def exposed(
     passes: tuple[list[float], list[float]], slack: list[float], the_job: Job | None = None, **layout: int
 ) -> float:
-    """Seconds of data-parallel messages of one micro-batch a step."""
-    of, the_job = candidates(**layout), the_job or on_plain_links()
+    """Seconds of data-parallel messages of one micro-batch a step, by default without copies from and to them."""
+    of, the_job = candidates(**layout), the_job or on_plain_links(uncopied(STACKS["shardwright"]))
     one = np.ones((1, 1))
     beside = OverlappedPasses(*(np.array([each]) for each in (*passes, slack)), one, one, 1)
     return float(data_parallel(the_job, of, rank_parameters(the_job, of), np.array([1]), beside)[0])
+
+
+@pytest.mark.parametrize(("zero", "gathers"), [(1, 1), (2, 1), (3, 2)])
+def test_fsdp2_copies_each_gathered_parameter_and_casts_each_gradient_into_its_message(zero: int, gathers: int):
+    """A gather is read and written in 2 bytes, a gradient is read in 2 and written in 4; zero 3 gathers layers twice,
+    but embedding and head once."""
+    stack = STACKS["shardwright"]
+    copied, plain = (
+        exposed(([0.0], [0.0]), [0.0], on_plain_links(one), dp_shard=8, zero=zero) for one in (stack, uncopied(stack))
+    )
+    ends = 2 * 128256 * 4096
+    gathered = gathers * PARAMETERS - (gathers - 1) * ends
+    rate = float(reached_bytes_per_s(on_plain_links(stack)))
+    assert copied - plain == pytest.approx((4 * gathered + 6 * PARAMETERS) / rate, rel=1e-3)
+    assert exposed(([0.0], [0.0]), [0.0], on_plain_links(stack), zero=zero) == 0
 
 
 def test_zero_1_sends_one_message_a_block_each_way():

@@ -22,6 +22,7 @@ from shardwright.cost.speed import Speed
 from shardwright.cost.stack import STACKS
 from shardwright.cost.step import data_parallel, step_time
 from shardwright.model.presets import resolve
+from shardwright.planner.software import read_stack
 from shardwright.schedule.build import build
 from shardwright.schedule.simulate import Times, simulate
 from tests.cost.jobs import candidates, job, layouts
@@ -232,6 +233,15 @@ def test_zero_3_that_frees_layers_after_each_forward_pass_of_a_pipeline_gathers_
     )
     # 8 micro-batches gather 8 times in addition to once, in half of the bytes of the reduction.
     assert again == pytest.approx(once * (1 + 8 / 3), rel=0.15)
+
+
+def test_the_bf16_optimizer_of_deepspeed_all_reduces_sums_in_fp32():
+    """It sends 8 bytes a gradient and 2 a weight, where ZeRO-1 of Megatron sends 4 and 2."""
+    of = candidates(dp_shard=64, zero=1)
+    megatron, deepspeed = (read_stack(f"{name},date=2022,grad_dtype=fp32", job()) for name in ("megatron", "deepspeed"))
+    sent = [_data_parallel_s(job(stack=stack), of, 1, 1.0) for stack in (megatron, deepspeed)]
+    assert sent[1] / sent[0] == pytest.approx(10 / 6, rel=0.05)
+    assert (megatron.speed.sum_bytes, deepspeed.speed.sum_bytes) == (12, 20)
 
 
 def test_messages_of_experts_that_overlap_cost_their_exposed_part_and_the_slowdown():

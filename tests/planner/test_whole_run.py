@@ -128,7 +128,7 @@ def test_a_synchronous_checkpoint_costs_more_and_is_saved_less_often():
     assert ways["sync"].every_steps > ways["async"].every_steps
 
 
-STEPS_PUBLISHED = ("bloom-176b", "llama-3-405b", "megascale-175b", "gpt-neox-20b", "smollm3")
+STEPS_PUBLISHED = ("bloom-176b", "llama-3-405b", "megascale-175b", "smollm3")
 
 
 @pytest.mark.parametrize("name", STEPS_PUBLISHED)
@@ -149,18 +149,27 @@ def published_runs() -> PlanEvaluation:
     return evaluate(WHOLE_RUNS)
 
 
+def test_no_published_step_is_longer_than_its_run():
+    """A step time that contradicts the days of its run is no step time of that run."""
+    for run in read_runs(WHOLE_RUNS):
+        row = run.measured
+        if row.days and row.step_time_s and row.tokens:
+            steps = row.tokens / (row.global_batch * row.seq_len)
+            assert steps * row.step_time_s / DAY_S <= 1.01 * row.days, row.id
+
+
 def test_every_published_run_with_a_published_step_is_judged_by_it():
     stated = [run.measured.id for run in read_runs(WHOLE_RUNS) if run.measured.days and run.measured.step_time_s]
     assert sorted(stated) == sorted(STEPS_PUBLISHED)
 
 
 @pytest.mark.prove
-def test_six_of_ten_published_runs_are_within_15_percent_with_predicted_steps():
+def test_nine_of_eleven_published_runs_are_within_15_percent_with_predicted_steps():
     errors = [abs(error) for row in published_runs().rows if (error := row.error("whole run")) is not None]
-    assert len(errors) == 10
-    assert sum(error <= 0.15 for error in errors) >= 6
-    assert published_runs().families[-1].median_absolute <= 0.125
-    assert published_runs().families[-1].inside == 0.9
+    assert len(errors) == 11
+    assert sum(error <= 0.15 for error in errors) >= 9
+    assert published_runs().families[-1].median_absolute <= 0.105
+    assert 8 / 11 <= published_runs().families[-1].inside <= 0.91
 
 
 @pytest.mark.prove
@@ -171,10 +180,10 @@ def test_delays_of_production_are_a_quantile_over_sources_and_hold_for_a_source_
         if (pair := row.pair("whole run")) and row.whole:
             late.setdefault(row.run.measured.source, []).append(log(pair[1] / row.whole.interval_days[1]) + LATE)
     means = {source: fmean(values) for source, values in late.items()}
-    assert len(means) == 8
+    assert len(means) == 9
     assert np.quantile(list(means.values()), 0.9) == pytest.approx(LATE, abs=2e-3)
     without = {source: np.quantile([means[other] for other in means if other != source], 0.9) for source in means}
-    assert sum(means[source] <= without[source] for source in means) == 6
+    assert sum(means[source] <= without[source] for source in means) == 7
 
 
 def test_a_run_whose_batch_changes_takes_the_sum_of_its_stages():

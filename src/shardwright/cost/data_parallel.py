@@ -1,6 +1,6 @@
 """Communication of weights and gradients over the ranks with the same parameters: messages and exposed seconds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.ledger import Formulas, plus
 from shardwright.cost.messages import HIDDEN, hidden
 from shardwright.cost.parameters import RankParameters
+from shardwright.cost.passes import reached_bytes_per_s
 from shardwright.cost.rank_parameters import again_ranks
 from shardwright.cost.speed import DATA
 from shardwright.layout.layout import Layout
@@ -135,6 +136,10 @@ def _exposed_s(
             f.add(slack=overlapped.slack)
             longer = np.maximum(f.messages_beside_passes - f.slack, f.messages_that_no_slack_takes)
             seconds = f("weights and gradients", longer)
+        if copies := list(traffic.copies(int(zero))):
+            f.add({name: copied_s[:, None] for _, name, copied_s in copies})
+            copied = plus(*(_in_step(f, times, f[name]) for times, name, _ in copies))
+            seconds = f("weights and gradients, and copies of them", f.weights_and_gradients + copied)
         result = np.where((candidates.zero == zero)[:, None], seconds, result)
     return result
 
@@ -290,6 +295,24 @@ class _DataParallelTraffic:
             longer=self.candidates.pp > 1 and bool(np.any(message_s - work > of_a_layer)),
         )
 
+    def copies(self, zero: int) -> Iterator[tuple[str, str, Floats]]:
+        """Yield the copies of parameters and gradients from and to the messages of a ZeRO stage: their number in a
+        step, as `stage_collectives` says, their name and their seconds. A gather is read and written once more; a
+        reduction is read in the type of the gradients and written in its own (`Speed.copies_parameters`)."""
+        if not self.job.stack.speed.copies_parameters or zero == 0:
+            return
+        e, reduced = self.job.element_bytes, self.job.stack.speed.reduce_bytes
+        for times, whats, _ in stage_collectives(self.job, self.candidates, zero):
+            for what in whats:
+                n_bytes = {GATHERED: 2 * e, GATHERED_AGAIN: 2 * e, SCATTERED: e + reduced}.get(what, 0.0)
+                elements = sum(
+                    np.where(group.shards > 1, _elements(what, group), 0) for group in self.groups
+                ) + np.zeros(len(self.candidates))
+                if n_bytes and np.any(elements):
+                    f = Formulas("s", copied=elements, copied_bytes=n_bytes, element_rate=reached_bytes_per_s(self.job))
+                    seconds = f.copied * f.copied_bytes / f.element_rate
+                    yield times, f"{what}, copies", f(f"{what}, copies", seconds, "FSDP2, foreach_all_gather_copy_out")
+
     def sent(self, what: str) -> Floats:
         """Return the seconds of a collective, summed over dense parameters and experts."""
         if what not in self._sent:
@@ -359,7 +382,8 @@ def stage_collectives(job: Job, candidates: Candidates, zero: int) -> list[tuple
         repeated = (GATHERED_AGAIN,) if job.stack.accumulates_whole else (GATHERED_AGAIN, SCATTERED)
         last = (GATHERED_AGAIN, SCATTERED, ACROSS)
         return [("m", (GATHERED,), F), ("(m - 1)", repeated, I_AND_W), ("1", last, I_AND_W)]
-    once = [("1", (SCATTERED, ACROSS), AFTER if after else I_AND_W), ("1", (GATHERED,), F)]
+    sums = (SUMMED,) if zero == 1 and job.stack.sums_whole else (SCATTERED, ACROSS)
+    once = [("1", sums, AFTER if after else I_AND_W), ("1", (GATHERED,), F)]
     if zero == 3 and each_pass:
         return [*once, ("m", (GATHERED_AGAIN,), I_AND_W)]
     again = zero == 2 and job.stack.reduces_each_microbatch(candidates.pp)
@@ -370,11 +394,12 @@ def data_messages(job: Job, layout: Layout, what: str, group: ParameterGroup) ->
     """Return one of the collectives of a step for a group of parameters: messages for each block or bucket. `layout`: a
     layout with the same compression as all candidates."""
     name, sums = f"{what}, {group.name}", GradientSums.from_layout(job, layout, group.node_ranks)
-    count, most = {
-        GATHERED: (group.count, group.calls),
-        GATHERED_AGAIN: (group.again, group.calls_again),
-        SCATTERED: (group.reduced, group.calls_reduced),
-    }.get(what, (group.reduced, group.calls_over_replicas))
+    most = {
+        GATHERED: group.calls,
+        GATHERED_AGAIN: group.calls_again,
+        SCATTERED: group.calls_reduced,
+    }.get(what, group.calls_over_replicas)
+    count = _elements(what, group)
     elements, calls = count / np.maximum(most, 1), np.where(count > 0, np.maximum(most, 1), 0)
     match what:
         case "gradients, all-reduce":
@@ -390,6 +415,11 @@ def data_messages(job: Job, layout: Layout, what: str, group: ParameterGroup) ->
                 return [PricedMessage(name, all_gather, elements * e, group.shards, group.stride, calls)]
             e = np.where(group.keeps_parts, job.element_bytes, e)
             return [PricedMessage(name, all_gather, elements * e, group.again_ranks, group.stride, calls)]
+
+
+def _elements(what: str, group: ParameterGroup) -> Ints:
+    """Return the elements of a group that one of the collectives of a step sends."""
+    return {GATHERED: group.count, GATHERED_AGAIN: group.again}.get(what, group.reduced)
 
 
 def _gathered_bytes(job: Job) -> float:

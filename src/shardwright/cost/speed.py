@@ -82,6 +82,9 @@ class Speed:
 
     `by_die`: numbers that replace this stack's numbers on a die.
 
+    `copies_parameters`: after a gather each parameter is copied out of the message, and before a reduction each
+    gradient is cast into it, by kernels that run beside no other (FSDP2; FSDP1's parameters are views of the message).
+
     `bucket_elements`: parameters whose gradients are reduced, or which are gathered, in one message; 0: one block, as
     FSDP does; infinite: all of a rank.
 
@@ -112,6 +115,7 @@ class Speed:
     message_s: float = 20e-6
     copies_by_node: bool = False
     copies_tokens: bool = False
+    copies_parameters: bool = False
     hides_experts: bool = False
     gathers_narrow: bool = False
     fuses_casts: bool = False
@@ -158,6 +162,9 @@ class Speed:
 
 FLASH_2 = 1.4
 """`flash_gain` of FlashAttention-2 in PyTorch since 2024."""
+FLASH_2_A100 = 1.92
+"""`flash_gain` of FlashAttention-2 on A100, where `flash_share` is the rate of FlashAttention-1: the mean ratio of both
+at 2,048 to 8,192 tokens (arXiv 2307.08691, figure 4)."""
 FLASH_2_B200 = 0.734 * FLASH_2 * CALIBRATED.flash_share["h100"]
 """Share of FlashAttention-2 on B200, where it runs the instructions of H100: the rate on H100 times 148 / 132
 multiprocessors, relative to the rates of matmuls in 16 bits on both dies."""
@@ -174,8 +181,13 @@ def _share(value: float) -> dict[str, float]:
 
 
 ATTENTION: dict[str, dict[str, dict[str, float]]] = {
-    "fa1": {"a100-80gb": _gain(0.5)},
-    "fa2": {"a100-80gb": _gain(1.0), "h100": _gain(FLASH_2), "b200": _share(FLASH_2_B200), OTHERS: _gain(FLASH_2)},
+    "fa1": {"a100-80gb": _gain(1.0)},
+    "fa2": {
+        "a100-80gb": _gain(FLASH_2_A100),
+        "h100": _gain(FLASH_2),
+        "b200": _share(FLASH_2_B200),
+        OTHERS: _gain(FLASH_2),
+    },
     "fa3": {"h100": _share(0.735)},
     "fa4": {"b200": _gain(1.14 * CUDNN_B200)},
     "cudnn": {"h100": _share(0.735), "b200": _gain(CUDNN_B200)},
@@ -184,12 +196,13 @@ ATTENTION: dict[str, dict[str, dict[str, float]]] = {
 """Rates of attention kernels on the dies that have them: a share of the rate in 16 bits where the kernel was measured
 or its rate is published, otherwise a gain relative to `Calibration.flash_share` of the die.
 
-On A100 `flash_share` is the rate of FlashAttention-2, and FlashAttention-1 takes twice the time (arXiv 2307.08691,
-abstract). cuDNN on H100 was measured on an H200 (benchmarks/results/gpu-2026-11-27.md); FlashAttention-3 is as fast
-there from 4,096 tokens on (arXiv 2407.08608, figures 5 and 6). "flash-attn" is FlashAttention-2 of the package
-flash-attn at its published rates (arXiv 2307.08691, figures 4 and 7). FlashAttention-4 takes 1.05 to 1.3 times less
-than cuDNN 9.13 (arXiv 2603.05451).
+On A100 `flash_share` is the rate of FlashAttention-1. cuDNN on H100 was measured on an H200
+(benchmarks/results/gpu-2026-11-27.md); FlashAttention-3 is as fast there from 4,096 tokens on (arXiv 2407.08608,
+figures 5 and 6). "flash-attn" is FlashAttention-2 of the package flash-attn at its published rates (arXiv 2307.08691,
+figures 4 and 7). FlashAttention-4 takes 1.05 to 1.3 times less than cuDNN 9.13 (arXiv 2603.05451).
 """
+AMPERE = {"a100-80gb": ATTENTION["fa2"]["a100-80gb"]}
+"""Rates of today's PyTorch on A100: FlashAttention-2."""
 MEGATRON = Speed(
     kind="megatron", hides_dp=False, blocking_sends=True, scatters_messages=True, loss_bytes=30.0, bucket_elements=inf
 ).calibrated(CALIBRATED)
@@ -208,6 +221,7 @@ MEGATRON_CORE = Speed(
 ).calibrated(CALIBRATED)
 FSDP = Speed(
     kind="fsdp",
+    copies_parameters=True,
     rmsnorm_bytes=36.0,
     rope_bytes=20.0,
     gated_bytes=10.0,
@@ -221,9 +235,11 @@ kernel, as a LayerNorm is (column `fused_norms` of a table of runs)."""
 NANOTRON = replace(
     FSDP,
     kind="nanotron",
+    copies_parameters=False,
     rmsnorm_bytes=4.0,
     rope_bytes=4.0,
     flash_gain=FLASH_2,
+    by_die=AMPERE,
     hides_dp=False,
     hides_sums=True,
     blocking_sends=True,
@@ -235,7 +251,9 @@ all weights in one message, and its host copies the part of each rank of each te
 A copy takes PyTorch 4 us on a CPU, and about as much again to launch the kernel."""
 COMPILED = Speed(
     kind="fsdp-compiled",
+    copies_parameters=True,
     flash_gain=FLASH_2,
+    by_die=AMPERE,
     reduce_bytes=4.0,
     gathers_narrow=True,
     fuses_casts=True,
@@ -247,9 +265,10 @@ HOPPER = {"matmul_gain": 0.99 / CALIBRATED.product_share["h100"]["bf16"], **ATTE
 attention by cuDNN, which PyTorch selects there (benchmarks/results/gpu-2026-11-27.md)."""
 SHARDWRIGHT_COMPILED = Speed(
     kind="shardwright-compiled",
+    copies_parameters=True,
     hides_tp_backward=True,
     flash_gain=FLASH_2,
-    by_die={"h100": HOPPER},
+    by_die={**AMPERE, "h100": HOPPER},
     reduce_bytes=4.0,
     loss_bytes=36.0,
     loss_cast_bytes=6.0,

@@ -29,6 +29,7 @@ class Stack:
     backward pass, and the next pass waits for it (`_root_post_backward_final_callback` there). Then ZeRO-3 with
     `layout.zero_pp_gather` "microbatch" frees layers after each forward pass, and gathers them for each backward pass,
     which leaves them whole (FSDP2's `reshard_after_forward`; torchtitan switches it off with a pipeline).
+    `sums_whole`: ZeRO-1 all-reduces gradients instead of reduce-scattering them (DeepSpeed's BF16_Optimizer).
     `gathers_in_loss`: ZeRO-3 has a gathered block and the next one while the loss is computed, too. `step_bytes`:
     temporary buffers of the optimizer. `reduced_bytes`: of a block's gradients in the reduce-scatter, with ZeRO-2 and
     ZeRO-3. `accumulates_whole`: ZeRO-2 and ZeRO-3 reduce gradients after the last micro-batch of a step alone, and keep
@@ -93,6 +94,7 @@ class Stack:
     keeps_gradients: bool = True
     reduces_once_in_pipelines: bool = True
     reduces_after_pipelines: bool = False
+    sums_whole: bool = False
     accumulates_whole: bool = False
     gathers_in_loss: bool = True
     step_bytes: float = 0.0

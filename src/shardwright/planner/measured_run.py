@@ -42,6 +42,8 @@ COMPILED_LOSS_SINCE = "2025"
 """First date from which the loss is compiled with the model, in trainers with torch.compile (torchtitan)."""
 FLASH_2_SINCE = "2023-07"
 """First date of FlashAttention-2 (arXiv 2307.08691)."""
+FSDP_2_SINCE = "2024-06"
+"""First date of FSDP2 (`fully_shard` of PyTorch 2.4, torchtitan), which copies parameters from and to its messages."""
 EARLY_STOP_SINCE = "2023-10"
 """First date from which `torch.utils.checkpoint` stops at the last tensor that the backward pass reads (2.1)."""
 FUSED_NORMS_SINCE = "2025-10"
@@ -241,8 +243,11 @@ def stack_of(row: MeasuredRun, die: str) -> Stack:
         speed = replace(speed, reduce_bytes=ELEMENT_BYTES[row.grad_dtype])
         stack = replace(stack, reduced_bytes=ELEMENT_BYTES[row.grad_dtype])
     if row.grad_dtype == "fp32" and row.stack in ("megatron", "deepspeed"):
-        # The gradient of each micro-batch is written in 16 bits, read, and added to a sum in fp32.
-        speed = replace(speed, sum_bytes=12.0)
+        # The gradient of each micro-batch is written in 16 bits, read, and added to a sum in fp32. DeepSpeed's
+        # BF16_Optimizer writes and reads a copy in fp32 before it adds (update_hp_grads), and all-reduces the sums.
+        deepspeed = row.stack == "deepspeed"
+        speed = replace(speed, sum_bytes=20.0 if deepspeed else 12.0)
+        stack = replace(stack, sums_whole=deepspeed)
     if row.optimizer_dtype is not None:
         stack = replace(stack, state_bytes=ELEMENT_BYTES[row.optimizer_dtype])
     stack = _with_memory(row, stack)
@@ -253,6 +258,8 @@ def stack_of(row: MeasuredRun, die: str) -> Stack:
         speed = replace(speed, hides_dp=row.overlap_dp, hides_sums=row.overlap_dp)
     if row.overlap_dp or _month(row.date) < FSDP_PIPELINES_SINCE:
         stack = replace(stack, reduces_after_pipelines=False)
+    if row.date < FSDP_2_SINCE:
+        speed = replace(speed, copies_parameters=False)
     if row.date < EARLY_STOP_SINCE:
         stack = replace(stack, stops_early=False)
     if _parts(row):

@@ -24,6 +24,15 @@ SCALE: dict[str, AnyBug] = {
         Mutation("shardwright.planner.measured_run:stack_of", "speed.norm_bytes", "36.0"),
         "tests/planner/test_software.py:test_a_fused_rmsnorm_moves_the_bytes_of_a_layernorm",
     ),
+    "the plan reduce-scatters the gradients of DeepSpeed's BF16_Optimizer": UnitBug(
+        Mutation(f"{_COST}.data_parallel:stage_collectives", "zero == 1 and job.stack.sums_whole", "False"),
+        _STEP + "test_the_bf16_optimizer_of_deepspeed_all_reduces_sums_in_fp32",
+    ),
+    "the plan copies gathered parameters in no step": UnitBug(
+        Mutation(f"{_COST}.data_parallel:_exposed_s", "list(traffic.copies(int(zero)))", "[]"),
+        "tests/cost/test_messages.py:test_fsdp2_copies_each_gathered_parameter_and_casts_each_gradient_into_its_message",
+        given=(3, 2),
+    ),
     "the plan hides the messages of experts in a pipeline with one stage on a rank": UnitBug(
         Mutation(
             f"{_COST}.layer:dispatch",
