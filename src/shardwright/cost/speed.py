@@ -76,6 +76,7 @@ class Speed:
 
     `attention`: the kernel of `ATTENTION` whose rate replaces `flash_gain` on the dies listed there; empty: the stack's
     own. `attention_share`: fraction of the rate in 16 bits that a kernel reaches; 0: `flash_gain` times the fitted one.
+    `latent_gain`: rate with latent attention, whose heads are wider for keys than for values, relative to other heads.
     `graphs`: parts of a step that are replayed as CUDA graphs, whose launches the host does not repeat: "none",
     "blocks" (a layer, without its experts), "step" (experts too). `gathers_casts`: ZeRO gathers weights in the format
     of the matmuls, where the format has one scale a tensor or a block, instead of in 16 bits.
@@ -132,6 +133,7 @@ class Speed:
     in_step: Mapping[str, float] = field(default_factory=dict, hash=False)
     attention: str = ""
     attention_share: float = 0.0
+    latent_gain: float = 1.0
     graphs: Literal["none", "blocks", "step"] = "none"
     gathers_casts: bool = False
     by_die: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
@@ -179,6 +181,11 @@ ATTENTION: dict[str, dict[str, dict[str, float]]] = {
     "fa3": {"h100": _share(0.735)},
     "fa4": {"b200": _gain(1.14 * CUDNN_B200)},
     "cudnn": {"h100": _share(0.735), "b200": _gain(CUDNN_B200)},
+    "cudnn-fp8": {
+        "h100": _share(0.9 * 0.735),
+        "b200": {**_gain(1.13 * CUDNN_B200), "latent_gain": 1.48},
+    },
+    "cudnn-mxfp8": {"b200": {**_gain(CUDNN_B200), "latent_gain": 1.34}},
     "flash-attn": {"h100": _share(0.52)},
 }
 """Rates of attention kernels on the dies that have them: a share of the rate in 16 bits where the kernel was measured
@@ -188,7 +195,10 @@ On A100 `flash_share` is the rate of FlashAttention-2, and FlashAttention-1 take
 abstract). cuDNN on H100 was measured on an H200 (benchmarks/results/gpu-2026-11-27.md); FlashAttention-3 is as fast
 there from 4,096 tokens on (arXiv 2407.08608, figures 5 and 6). "flash-attn" is FlashAttention-2 of the package
 flash-attn at its published rates (arXiv 2307.08691, figures 4 and 7). FlashAttention-4 takes 1.05 to 1.3 times less
-than cuDNN 9.13 (arXiv 2603.05451).
+than cuDNN 9.13 (arXiv 2603.05451). "cudnn-fp8" has one scale a tensor, "cudnn-mxfp8" one for 32 elements. Their rates
+relative to bf16 are medians of NVIDIA's own measurements with cuDNN 9.17 to 9.22, forward and backward with a causal
+mask, at 4,096 and 8,192 tokens (cudnn-frontend, benchmark/sdpa_benchmark_training): 1.13 and 1.00 on GB200 and GB300
+with heads of 128, 1.67 and 1.34 with latent attention's heads of 192 and 128, and 0.90 and none on H200.
 """
 MEGATRON = Speed(
     kind="megatron", hides_dp=False, blocking_sends=True, scatters_messages=True, loss_bytes=30.0, bucket_elements=inf
