@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from shardwright.cost.data_parallel import groups, rank_parameters
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.machine import derivatives
@@ -90,6 +91,32 @@ def test_recipes_that_overlap_the_messages_of_experts_multiply_all_experts_in_on
         speed = read_stack(f"megatron-core,date={date}{text}", of).speed
         assert (speed.hides_experts, speed.groups_matmuls) == (whole, whole)
     assert read_stack("megatron-core,date=2026-06", of).speed.attention == "cudnn-mxfp8"
+
+
+@pytest.mark.parametrize(("parameters", "messages"), [(None, 201), (768_000_000, 11), (10**12, 1), (1, 198)])
+def test_a_message_has_the_stated_parameters_and_at_least_a_tensor(parameters: int | None, messages: int):
+    of = job()
+    text = "megatron-core" if parameters is None else f"megatron-core,bucket_parameters={parameters}"
+    of = replace(of, stack=read_stack(text, of))
+    candidates = Candidates.from_layout(Layout(dp_shard=8, zero=1), micro_batch=1)
+    (dense,) = groups(of, candidates, rank_parameters(of, candidates))
+    assert dense.calls[0] == messages
+
+
+def test_one_message_of_a_step_has_no_pass_to_overlap_with():
+    """The weights and gradients of a step in one message each are exposed as a whole."""
+    of = job()
+    candidates = Candidates.from_layout(Layout(dp_shard=8, zero=1), micro_batch=1)
+    exposed = {}
+    for parameters in (10**12, 768_000_000):
+        stack = read_stack(f"megatron-core,bucket_parameters={parameters}", of)
+        still = replace(stack, speed=replace(stack.speed, interference=0.0))
+        alone = replace(stack, speed=replace(stack.speed, hides_dp=False))
+        exposed[parameters], all_s = (
+            float(step_time(replace(of, stack=one), candidates).parts["data parallel"][0]) for one in (still, alone)
+        )
+        messages = 1 if parameters == 10**12 else 11
+        assert exposed[parameters] == pytest.approx(all_s / messages)
 
 
 @pytest.mark.parametrize(

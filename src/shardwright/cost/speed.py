@@ -84,7 +84,8 @@ class Speed:
     `by_die`: numbers that replace this stack's numbers on a die.
 
     `bucket_elements`: parameters whose gradients are reduced, or which are gathered, in one message; 0: one block, as
-    FSDP does; infinite: all of a rank.
+    FSDP does; infinite: all of a rank. Megatron-Core has at least a million for each rank, unless its `bucket_size` is
+    stated (`bucket_stated`). A message has at least one tensor.
 
     `reduce_bytes`: of an element in gradient reductions, 2 if 16-bit gradients are reduced without a cast, even if they
     are accumulated in fp32; `optimizer_bytes`: moved for each parameter by Adam.
@@ -138,6 +139,7 @@ class Speed:
     gathers_casts: bool = False
     by_die: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
     bucket_elements: float = 0.0
+    bucket_stated: bool = False
     reduce_bytes: float = 2.0
     optimizer_bytes: float = 38.0
 

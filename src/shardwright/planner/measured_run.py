@@ -271,6 +271,8 @@ def stack_of(row: MeasuredRun, die: str) -> Stack:
         speed = replace(speed, hides_tp=row.overlap_tp)
     if _overlaps_experts(row) if row.overlap_ep is None else row.overlap_ep:
         speed = replace(speed, hides_experts=True, groups_matmuls=True)
+    if row.bucket_parameters is not None:
+        speed = replace(speed, bucket_elements=float(row.bucket_parameters), bucket_stated=True)
     if row.overlap_dp is not None:
         speed = replace(speed, hides_dp=row.overlap_dp, hides_sums=row.overlap_dp)
     if row.overlap_dp or _month(row.date) < FSDP_PIPELINES_SINCE:

@@ -212,6 +212,13 @@ class MeasuredRun:
         optional=True,
     )
 
+    bucket_parameters: int | None = whole_column(
+        "parameters of a message of gradients or gathered weights, at least a tensor (Megatron-Core's bucket_size). "
+        "Empty: as usual with the stack",
+        10**12,
+        optional=True,
+    )
+
     tp: int = whole_column("tensor parallelism", 100_000, "usable")
     sp: bool = flag_column("1: sequence parallelism over tp; 0 if tp is 1", "usable")
     cp: int = whole_column("context parallelism", 100_000, "usable")

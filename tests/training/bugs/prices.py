@@ -67,6 +67,19 @@ SCALE: dict[str, AnyBug] = {
         ),
         _SOFTWARE + "test_recipes_that_overlap_the_messages_of_experts_multiply_all_experts_in_one_kernel",
     ),
+    "messages of a stated size are at least as large as those without": UnitBug(
+        Mutation(f"{_COST}.data_parallel:groups", "job.stack.speed.bucket_stated", "False"),
+        _SOFTWARE + "test_a_message_has_the_stated_parameters_and_at_least_a_tensor",
+        given=(1, 198),
+    ),
+    "a large message of gradients is exposed as a layer is": UnitBug(
+        Mutation(
+            f"{_COST}.data_parallel:_DataParallelTraffic._pieces",
+            "np.minimum(layers, np.maximum(calls, 1)[:, None])",
+            "layers",
+        ),
+        _SOFTWARE + "test_one_message_of_a_step_has_no_pass_to_overlap_with",
+    ),
     "an interval is as wide for software without a measured run": UnitBug(
         Mutation(
             "shardwright.planner.headline:unmeasured_software",
