@@ -112,7 +112,7 @@ def test_a_table_that_cannot_be_used_is_refused(tmp_path: Path, text: str | byte
         ({"ep": "2"}, "ep=2 without experts; valid: 1"),
         ({"virtual_stages": "2"}, "schedule=1f1b, virtual_stages=2 with pp=1"),
         ({"accelerators": "16", "pp": "2"}, "layer_split is empty"),
-        ({"attention": "fa5"}, "attention='fa5': valid: fa1, fa2, fa3, fa4, cudnn, flash-attn"),
+        ({"attention": "fa5"}, "attention='fa5': valid: fa1, fa2, fa3, fa4, cudnn, cudnn-fp8, cudnn-mxfp8, flash-attn"),
         ({"attention": "fa2", "flash": "0"}, "attention=fa2 with flash=0; valid: flash=1"),
         ({"cuda_graphs": "all"}, "cuda_graphs='all': valid: none, blocks, step"),
     ],
@@ -441,7 +441,7 @@ def test_newer_attention_kernels_of_an_accelerator_are_faster(tmp_path: Path, ac
 def test_an_attention_kernel_that_an_accelerator_does_not_have_is_skipped_with_the_valid_ones(tmp_path: Path):
     (row,) = read_runs(write(tmp_path / "runs.csv", published("torchtitan-h200-0ea750") | {"attention": "fa4"}))
     assert isinstance(row, SkippedRun)
-    assert row.reason == "attention=fa4 has no price on h200; priced there: fa2, fa3, cudnn, flash-attn"
+    assert row.reason == "attention=fa4 has no price on h200; priced there: fa2, fa3, cudnn, cudnn-fp8, flash-attn"
 
 
 def test_a_row_that_is_not_usable_may_have_any_cell_empty(tmp_path: Path):

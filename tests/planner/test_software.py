@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from shardwright.cost.data_parallel import groups, rank_parameters
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.machine import derivatives
@@ -15,10 +16,8 @@ from shardwright.planner.software import read_stack
 from shardwright.system.errors import InputError
 
 
-def job(hardware: str = "h100:8", precision: str = "bf16") -> Job:
-    return Job(
-        model=resolve("llama-3.1-8b"), cluster=cluster(hardware), global_batch=8, seq_len=32768, precision=precision
-    )
+def job(hardware: str = "h100:8", precision: str = "bf16", model: str = "llama-3.1-8b") -> Job:
+    return Job(model=resolve(model), cluster=cluster(hardware), global_batch=8, seq_len=32768, precision=precision)
 
 
 def seconds(text: str, **given: str) -> float:
@@ -64,13 +63,83 @@ def test_a_fused_rmsnorm_moves_the_bytes_of_a_layernorm():
     assert elementwise[1] - elementwise[0] == pytest.approx(2.5 * moved / rate, rel=0.01)
 
 
+def attention_s(text: str, model: str, hardware: str) -> float:
+    """Seconds of attention in a step on 8 accelerators."""
+    of = job(hardware, model=model)
+    candidates = Candidates.from_layout(Layout(dp_shard=8, zero=1), micro_batch=1)
+    return float(step_time(replace(of, stack=read_stack(text, of)), candidates).parts["attention"][0])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "model", "hardware", "rate"),
+    [
+        ("cudnn-fp8", "llama-3.1-8b", "b200:8", 1.13),
+        ("cudnn-fp8", "llama-3.1-8b", "h200:8", 0.9),
+        ("cudnn-fp8", "deepseek-v3", "b200:8", 1.13 * 1.48),
+        ("cudnn-mxfp8", "llama-3.1-8b", "b200:8", 1.0),
+        ("cudnn-mxfp8", "deepseek-v3", "b200:8", 1.34),
+    ],
+)
+def test_attention_in_8_bits_has_its_measured_rate_relative_to_16_bits(
+    kernel: str, model: str, hardware: str, rate: float
+):
+    wide, narrow = (attention_s(f"megatron-core,attention={name}", model, hardware) for name in ("cudnn", kernel))
+    assert wide / narrow == pytest.approx(rate, rel=1e-3)
+
+
+def test_without_userbuffers_megatron_core_reduces_gradients_of_inputs_beside_gradients_of_weights():
+    of = job()
+    candidates = Candidates.from_layout(Layout(tp=8, sequence_parallel=True), micro_batch=1)
+    in_pieces, without = (read_stack(f"megatron-core,overlap_tp={flag}", of) for flag in (1, 0))
+    exposed = replace(without, speed=replace(without.speed, hides_tp_backward=False))
+    times = [
+        float(step_time(replace(of, stack=stack), candidates).parts["tensor parallel"][0])
+        for stack in (in_pieces, without, exposed)
+    ]
+    assert times[0] < times[1] < 0.9 * times[2]
+
+
+def test_recipes_that_overlap_the_messages_of_experts_multiply_all_experts_in_one_kernel():
+    of = job("gb200:72", "mxfp8", "deepseek-v3")
+    for text, date, whole in (("", "2026-05", False), ("", "2026-06", True), (",overlap_ep=1", "2026-05", True)):
+        speed = read_stack(f"megatron-core,date={date}{text}", of).speed
+        assert (speed.hides_experts, speed.groups_matmuls) == (whole, whole)
+    assert read_stack("megatron-core,date=2026-06", of).speed.attention == "cudnn-mxfp8"
+
+
+@pytest.mark.parametrize(("parameters", "messages"), [(None, 201), (768_000_000, 11), (10**12, 1), (1, 198)])
+def test_a_message_has_the_stated_parameters_and_at_least_a_tensor(parameters: int | None, messages: int):
+    of = job()
+    text = "megatron-core" if parameters is None else f"megatron-core,bucket_parameters={parameters}"
+    of = replace(of, stack=read_stack(text, of))
+    candidates = Candidates.from_layout(Layout(dp_shard=8, zero=1), micro_batch=1)
+    (dense,) = groups(of, candidates, rank_parameters(of, candidates))
+    assert dense.calls[0] == messages
+
+
+def test_one_message_of_a_step_has_no_pass_to_overlap_with():
+    """The weights and gradients of a step in one message each are exposed as a whole."""
+    of = job()
+    candidates = Candidates.from_layout(Layout(dp_shard=8, zero=1), micro_batch=1)
+    exposed = {}
+    for parameters in (10**12, 768_000_000):
+        stack = read_stack(f"megatron-core,bucket_parameters={parameters}", of)
+        still = replace(stack, speed=replace(stack.speed, interference=0.0))
+        alone = replace(stack, speed=replace(stack.speed, hides_dp=False))
+        exposed[parameters], all_s = (
+            float(step_time(replace(of, stack=one), candidates).parts["data parallel"][0]) for one in (still, alone)
+        )
+        messages = 1 if parameters == 10**12 else 11
+        assert exposed[parameters] == pytest.approx(all_s / messages)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("megatron-lm", "stack 'megatron-lm' is not known; valid: megatron, megatron-core, deepspeed, fsdp"),
         ("fsdp,atention=fa2", "'atention' is not a key of a stack; did you mean 'attention'"),
-        ("fsdp,attention=fa9", "attention='fa9': valid: fa1, fa2, fa3, fa4, cudnn, flash-attn"),
-        ("fsdp,attention=fa4", "attention=fa4 has no price on h100; priced there: fa2, fa3, cudnn, flash-attn"),
+        ("fsdp,attention=fa9", "attention='fa9': valid: fa1, fa2, fa3, fa4, cudnn, cudnn-fp8, cudnn-mxfp8, flash-attn"),
+        ("fsdp,attention=fa4", "attention=fa4 has no price on h100; priced there: fa2, fa3, cudnn, cudnn-fp8"),
         ("fsdp,overlap_ep=1", "overlap_ep=1 has no price with stack fsdp without experts; priced with megatron-core"),
         ("megatron-core,overlap_ep=1", "overlap_ep=1 has no price with stack megatron-core without experts; priced"),
         ("megatron,fused_loss=1", "fused_loss=1 has no price with stack megatron; priced with megatron-core, fsdp"),

@@ -80,7 +80,7 @@ def _fused(f: Formulas, job: Job, candidates: Candidates, block: BlockShape) -> 
     f.add(
         c0=fitted.flash_width, s0=fitted.flash_length, rate=reached_flops_per_s(job, job.wide_precision),
         flash_share=(speed.attention_share or fitted.flash(chip.die)) / fitted.attention_time,
-        flash_gain=speed.flash_gain,
+        flash_gain=speed.flash_gain * (speed.latent_gain if job.model.latent_attention else 1.0),
         flash_backward=fitted.flash_backward,
     )  # fmt: skip
     reached = f.flash_share * f.c / (f.c + f.c0) * length / (length + f.s0)

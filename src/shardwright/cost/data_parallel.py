@@ -200,11 +200,14 @@ def groups(job: Job, candidates: Candidates, params: RankParameters) -> list[Par
     whole = ~apart & (candidates.zero == 0) & (job.element_bytes == 4)
 
     layout = candidates.shared
+    tensors = max(block.tensors for block in blocks(job.model))
 
     def calls(count: Ints, blocks: Ints) -> Ints:
         elements = job.stack.speed.bucket_elements
         if elements:
-            return np.maximum(-(-count // np.maximum(elements, 1e6 * ranks)), 1).astype(np.int64)
+            least, most = (0, blocks * tensors) if job.stack.speed.bucket_stated else (1e6 * ranks, count)
+            calls_of_all = np.minimum(-(-count // np.maximum(elements, least)), most)
+            return np.maximum(calls_of_all, 1).astype(np.int64)
         # FSDP's engine reduces by block, in 16 bits without ZeRO too.
         in_buckets = np.where(params.buckets > 0, params.buckets, -(-count * 4 // BUCKET_BYTES))
         return np.where(whole, in_buckets, blocks)
@@ -269,31 +272,44 @@ class _DataParallelTraffic:
         message_s = (
             self.sent(name) if len(whats) == 1 else ledger.total(name, {what: self.sent(what) for what in whats})
         )[:, None]
-        layers = max(self.job.model.n_layers / self.candidates.pp, 1)
+        pieces = self._pieces(whats)
         inputs: ledger.Inputs = {name: message_s}
         hides = speed.hides_dp or (speed.hides_sums and whats == (SUMMED,))
         if beside == AFTER or not hides:
             return ExposedCollective(name, message_s, lambda f: f[name], inputs, longer=False)
-        work, of_a_layer = self.passes[beside], message_s / layers
+        work, of_a_piece = self.passes[beside], message_s / pieces
         windows, chunks = (self.windows[beside], self.chunks) if once else (1.0, 1)
         left = hidden(
-            message_s, work, speed.interference, of_a_layer, what=name, beside=beside, windows=windows, chunks=chunks
+            message_s, work, speed.interference, of_a_piece, what=name, beside=beside, windows=windows, chunks=chunks
         )
-        inputs |= {beside: work, "layers": layers, "interference": speed.interference}
+        inputs |= {beside: work, "pieces": pieces, "interference": speed.interference}
         window = "windows_of_F" if beside == F else "windows_of_I_and_W"
         inputs |= {window: windows} if chunks > 1 else {}
 
         def anyway(f: Formulas) -> Floats:
             whole = f[window] * f[beside] if chunks > 1 else f[beside]
-            return f[name] / f.layers + f.interference * np.minimum(f[name], whole)
+            return f[name] / f.pieces + f.interference * np.minimum(f[name], whole)
 
         return ExposedCollective(
             name + HIDDEN,
             left,
             anyway,
             inputs,
-            longer=self.candidates.pp > 1 and bool(np.any(message_s - work > of_a_layer)),
+            longer=self.candidates.pp > 1 and bool(np.any(message_s - work > of_a_piece)),
         )
+
+    def _pieces(self, whats: tuple[str, ...]) -> Floats:
+        """Return the number of pieces in which collectives are sent, of which one has no pass to overlap with: layers,
+        or messages if they are fewer, (n, 1)."""
+        layers = np.full((len(self.candidates), 1), max(self.job.model.n_layers / self.candidates.pp, 1))
+        if not self.job.stack.speed.bucket_elements:
+            return layers
+        calls = sum((_calls_sent(self._messages(what)) for what in whats), np.zeros(1))
+        return np.minimum(layers, np.maximum(calls, 1)[:, None])
+
+    def _messages(self, what: str) -> list[PricedMessage]:
+        layout = self.candidates.shared
+        return [sent for group in self.groups for sent in data_messages(self.job, layout, what, group)]
 
     def copies(self, zero: int) -> Iterator[tuple[str, str, Floats]]:
         """Yield the copies of parameters and gradients from and to the messages of a ZeRO stage: their number in a
@@ -316,19 +332,12 @@ class _DataParallelTraffic:
     def sent(self, what: str) -> Floats:
         """Return the seconds of a collective, summed over dense parameters and experts."""
         if what not in self._sent:
-            messages = [
-                message
-                for group in self.groups
-                for message in data_messages(self.job, self.candidates.shared, what, group)
-            ]
+            messages = self._messages(what)
             slower = self.job.stack.speed.slowdown(DATA)
             terms = {message.what: message.seconds(self.job.cluster, slower) for message in messages}
             if bucket_s := self.job.stack.speed.bucket_s:
-                calls = sum(
-                    (np.where(np.asarray(message.size) > 1, message.calls, 0) for message in messages), np.zeros(1)
-                )
                 host = f"host for {what}"
-                f = Formulas("s", in_step=slower, calls=calls, bucket_s=bucket_s)
+                f = Formulas("s", in_step=slower, calls=_calls_sent(messages), bucket_s=bucket_s)
                 terms[host] = f(host, f.in_step * f.calls * f.bucket_s)
             if (part_s := self.job.stack.speed.part_s) and what == GATHERED:
                 a_layer = max(block.tensors for block in blocks(self.job.model))
@@ -348,6 +357,11 @@ class _DataParallelTraffic:
             host_rate=self.job.cluster.accelerator.host_bytes_per_s,
         )  # fmt: skip
         return f(f"{what}, {group.name}, host", 4 * f.elements / f.host_rate, "FSDP2 copies shards in fp32")
+
+
+def _calls_sent(messages: list[PricedMessage]) -> Floats:
+    """Return the calls of all messages that more than one rank communicates, (n,)."""
+    return sum((np.where(np.asarray(message.size) > 1, message.calls, 0) for message in messages), np.zeros(1))
 
 
 def over_link(layout: Layout, what: str, group: ParameterGroup) -> tuple[Ints, Floats]:

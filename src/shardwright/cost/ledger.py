@@ -315,6 +315,7 @@ _SYMBOLS = (
     ("V vocabulary_rows", "", "vocabulary; its rows on a rank"),
     ("n_layers layers n_experts top_k", "", "layers of the model with its MTP modules, of a rank; experts of a layer, "
      "of a token"),
+    ("pieces", "", "layers of a rank, or messages of a collective in a step if they are fewer"),
     ("busiest_load", "", "load of the busiest rank of experts, as a multiple of the mean load"),
     ("moved_experts own_experts expert_layers placed_every all_states_bytes", "", "experts of a layer that a rank "
      "sends, and has; layers of the rank; steps between placements; bytes of a weight with its averages and states"),

@@ -76,6 +76,7 @@ class Speed:
 
     `attention`: the kernel of `ATTENTION` whose rate replaces `flash_gain` on the dies listed there; empty: the stack's
     own. `attention_share`: fraction of the rate in 16 bits that a kernel reaches; 0: `flash_gain` times the fitted one.
+    `latent_gain`: rate with latent attention, whose heads are wider for keys than for values, relative to other heads.
     `graphs`: parts of a step that are replayed as CUDA graphs, whose launches the host does not repeat: "none",
     "blocks" (a layer, without its experts), "step" (experts too). `gathers_casts`: ZeRO gathers weights in the format
     of the matmuls, where the format has one scale a tensor or a block, instead of in 16 bits.
@@ -86,7 +87,8 @@ class Speed:
     gradient is cast into it, by kernels that run beside no other (FSDP2; FSDP1's parameters are views of the message).
 
     `bucket_elements`: parameters whose gradients are reduced, or which are gathered, in one message; 0: one block, as
-    FSDP does; infinite: all of a rank.
+    FSDP does; infinite: all of a rank. Megatron-Core has at least a million for each rank, unless its `bucket_size` is
+    stated (`bucket_stated`). A message has at least one tensor.
 
     `reduce_bytes`: of an element in gradient reductions, 2 if 16-bit gradients are reduced without a cast, even if they
     are accumulated in fp32; `optimizer_bytes`: moved for each parameter by Adam.
@@ -136,10 +138,12 @@ class Speed:
     in_step: Mapping[str, float] = field(default_factory=dict, hash=False)
     attention: str = ""
     attention_share: float = 0.0
+    latent_gain: float = 1.0
     graphs: Literal["none", "blocks", "step"] = "none"
     gathers_casts: bool = False
     by_die: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
     bucket_elements: float = 0.0
+    bucket_stated: bool = False
     reduce_bytes: float = 2.0
     optimizer_bytes: float = 38.0
 
@@ -191,6 +195,11 @@ ATTENTION: dict[str, dict[str, dict[str, float]]] = {
     "fa3": {"h100": _share(0.735)},
     "fa4": {"b200": _gain(1.14 * CUDNN_B200)},
     "cudnn": {"h100": _share(0.735), "b200": _gain(CUDNN_B200)},
+    "cudnn-fp8": {
+        "h100": _share(0.9 * 0.735),
+        "b200": {**_gain(1.13 * CUDNN_B200), "latent_gain": 1.48},
+    },
+    "cudnn-mxfp8": {"b200": {**_gain(CUDNN_B200), "latent_gain": 1.34}},
     "flash-attn": {"h100": _share(0.52)},
 }
 """Rates of attention kernels on the dies that have them: a share of the rate in 16 bits where the kernel was measured
@@ -199,7 +208,10 @@ or its rate is published, otherwise a gain relative to `Calibration.flash_share`
 On A100 `flash_share` is the rate of FlashAttention-1. cuDNN on H100 was measured on an H200
 (benchmarks/results/gpu-2026-11-27.md); FlashAttention-3 is as fast there from 4,096 tokens on (arXiv 2407.08608,
 figures 5 and 6). "flash-attn" is FlashAttention-2 of the package flash-attn at its published rates (arXiv 2307.08691,
-figures 4 and 7). FlashAttention-4 takes 1.05 to 1.3 times less than cuDNN 9.13 (arXiv 2603.05451).
+figures 4 and 7). FlashAttention-4 takes 1.05 to 1.3 times less than cuDNN 9.13 (arXiv 2603.05451). "cudnn-fp8" has one
+scale a tensor, "cudnn-mxfp8" one for 32 elements. Their rates relative to bf16 are medians of NVIDIA's own measurements with cuDNN 9.17 to 9.22, forward and backward with a causal
+mask, at 4,096 and 8,192 tokens (cudnn-frontend, benchmark/sdpa_benchmark_training): 1.13 and 1.00 on GB200 and GB300
+with heads of 128, 1.67 and 1.34 with latent attention's heads of 192 and 128, and 0.90 and none on H200.
 """
 AMPERE = {"a100-80gb": ATTENTION["fa2"]["a100-80gb"]}
 """Rates of today's PyTorch on A100: FlashAttention-2."""

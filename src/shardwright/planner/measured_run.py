@@ -60,8 +60,9 @@ FSDP_PIPELINES_SINCE = "2024-10"
 of their own."""
 WHOLE_GRAPHS_SINCE = "2026-06"
 """First date from which Megatron-Core's recipes of mixtures in 4 and 8 bits in racks run a whole step as one CUDA
-graph, and overlap the messages of experts with passes of another micro-batch (Megatron-Bridge, function
-`_enable_hybridep_full_iteration_mxfp8` of `perf_recipes/qwen/common.py`)."""
+graph, overlap the messages of experts with passes of another micro-batch, multiply all experts in one kernel, and in
+mxfp8 compute attention in 8 bits (Megatron-Bridge, function `_enable_hybridep_full_iteration_mxfp8` of
+`perf_recipes/qwen/common.py`)."""
 FP8_GATHERS_SINCE = "2024-06"
 """First date from which recipes of Megatron-Core in fp8-tensor gather weights in fp8 (MLPerf Training 4.0)."""
 PERMUTED_BY_RANK = 8.0
@@ -252,8 +253,12 @@ def stack_of(row: MeasuredRun, die: str) -> Stack:
         stack = replace(stack, state_bytes=ELEMENT_BYTES[row.optimizer_dtype])
     stack = _with_memory(row, stack)
     if row.overlap_tp is not None:
-        speed = replace(speed, hides_tp=row.overlap_tp, hides_tp_backward=row.overlap_tp and speed.hides_tp_backward)
-    speed = replace(speed, hides_experts=_overlaps_experts(row) if row.overlap_ep is None else row.overlap_ep)
+        # Without userbuffers Transformer Engine still reduces an input's gradient beside the weight gradients.
+        speed = replace(speed, hides_tp=row.overlap_tp)
+    if _overlaps_experts(row) if row.overlap_ep is None else row.overlap_ep:
+        speed = replace(speed, hides_experts=True, groups_matmuls=True)
+    if row.bucket_parameters is not None:
+        speed = replace(speed, bucket_elements=float(row.bucket_parameters), bucket_stated=True)
     if row.overlap_dp is not None:
         speed = replace(speed, hides_dp=row.overlap_dp, hides_sums=row.overlap_dp)
     if row.overlap_dp or _month(row.date) < FSDP_PIPELINES_SINCE:
@@ -304,6 +309,8 @@ def _attention(row: MeasuredRun, die: str) -> str:
         return row.attention
     if row.stack == "automodel":
         return "cudnn"
+    if _overlaps_experts(row) and row.precision == "mxfp8":
+        return "cudnn-mxfp8"
     if row.stack == "megatron-core" and die == "h100" and row.date and _month(row.date) < CUDNN_9_SINCE:
         return "flash-attn"
     if row.stack in ("megatron", "deepspeed") and row.flash and row.date < FLASH_2_SINCE and die == "a100-80gb":

@@ -198,8 +198,9 @@ class MeasuredRun:
     )
 
     attention: str | None = choice_column(
-        "kernel of fused attention; flash-attn: FlashAttention-2 of that package. Empty: by stack and date",
-        *("fa1", "fa2", "fa3", "fa4", "cudnn", "flash-attn"),
+        "kernel of fused attention; flash-attn: FlashAttention-2 of that package; cudnn-fp8, cudnn-mxfp8: cuDNN in 8 "
+        "bits. Empty: by stack and date",
+        *("fa1", "fa2", "fa3", "fa4", "cudnn", "cudnn-fp8", "cudnn-mxfp8", "flash-attn"),
         optional=True,
     )
     cuda_graphs: str | None = choice_column(
@@ -216,6 +217,13 @@ class MeasuredRun:
     gather_dtype: str | None = choice_column(
         "type in which ZeRO gathers weights; fp8: the format of the matmuls. Empty: by stack, precision and date",
         *("bf16", "fp8"),
+        optional=True,
+    )
+
+    bucket_parameters: int | None = whole_column(
+        "parameters of a message of gradients or gathered weights, at least a tensor (Megatron-Core's bucket_size). "
+        "Empty: as usual with the stack",
+        10**12,
         optional=True,
     )
 
@@ -260,12 +268,13 @@ class MeasuredRun:
         form=("activations:N", "activations:[0-9]{1,4}"),
     )
     overlap_tp: bool | None = flag_column(
-        "1: tp communication runs beside matmuls; 0: not. Empty: as usual with the stack"
+        "1: tp communication runs beside matmuls, in pieces; 0: with megatron-core only reductions of the gradients of "
+        "inputs do, beside weight gradients. Empty: as usual with the stack"
     )
     overlap_dp: bool | None = flag_column("the same of data-parallel communication")
     overlap_ep: bool | None = flag_column(
-        "1: messages of experts overlap with passes of another micro-batch. Empty: by stack, accelerator, precision "
-        "and date",
+        "1: messages of experts overlap with passes of another micro-batch, and one kernel multiplies all experts. "
+        "Empty: by stack, accelerator, precision and date",
         optional=True,
     )
     zero_pp_gather: str | None = choice_column(

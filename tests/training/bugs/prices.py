@@ -5,6 +5,7 @@ from tests.mutation import Mutation
 from tests.training.bugs.bug import AnyBug, UnitBug
 
 _COST, _STEP = "shardwright.cost", "tests/cost/test_step.py:"
+_SOFTWARE = "tests/planner/test_software.py:"
 
 SCALE: dict[str, AnyBug] = {
     "the plan hides the reductions of FSDP in a pipeline in its last backward pass": UnitBug(
@@ -59,8 +60,42 @@ SCALE: dict[str, AnyBug] = {
             "(speed.attention_share or fitted.flash(chip.die)) / fitted.attention_time",
             "speed.attention_share or fitted.flash(chip.die) / fitted.attention_time",
         ),
-        "tests/planner/test_software.py:test_a_factor_of_attention_changes_the_part_of_attention_with_every_kernel",
+        _SOFTWARE + "test_a_factor_of_attention_changes_the_part_of_attention_with_every_kernel",
         given=("megatron-core,date=2024-05", "h100:8"),
+    ),
+    "the plan exposes the reductions of gradients of inputs without userbuffers": UnitBug(
+        Mutation(
+            "shardwright.planner.measured_run:stack_of",
+            "replace(speed, hides_tp=row.overlap_tp)",
+            "replace(speed, hides_tp=row.overlap_tp, hides_tp_backward=row.overlap_tp)",
+        ),
+        _SOFTWARE + "test_without_userbuffers_megatron_core_reduces_gradients_of_inputs_beside_gradients_of_weights",
+    ),
+    "latent attention in 8 bits has the rate of other heads": UnitBug(
+        Mutation(f"{_COST}.attention:_fused", "(speed.latent_gain if job.model.latent_attention else 1.0)", "1.0"),
+        _SOFTWARE + "test_attention_in_8_bits_has_its_measured_rate_relative_to_16_bits",
+        given=("cudnn-mxfp8", "deepseek-v3", "b200:8", 1.34),
+    ),
+    "recipes that overlap the messages of experts multiply each expert in a kernel of its own": UnitBug(
+        Mutation(
+            "shardwright.planner.measured_run:stack_of",
+            "replace(speed, hides_experts=True, groups_matmuls=True)",
+            "replace(speed, hides_experts=True)",
+        ),
+        _SOFTWARE + "test_recipes_that_overlap_the_messages_of_experts_multiply_all_experts_in_one_kernel",
+    ),
+    "messages of a stated size are at least as large as those without": UnitBug(
+        Mutation(f"{_COST}.data_parallel:groups", "job.stack.speed.bucket_stated", "False"),
+        _SOFTWARE + "test_a_message_has_the_stated_parameters_and_at_least_a_tensor",
+        given=(1, 198),
+    ),
+    "a large message of gradients is exposed as a layer is": UnitBug(
+        Mutation(
+            f"{_COST}.data_parallel:_DataParallelTraffic._pieces",
+            "np.minimum(layers, np.maximum(calls, 1)[:, None])",
+            "layers",
+        ),
+        _SOFTWARE + "test_one_message_of_a_step_has_no_pass_to_overlap_with",
     ),
     "an interval is as wide for software without a measured run": UnitBug(
         Mutation(
