@@ -18,7 +18,7 @@ from shardwright.cost.job import FULL, SELECTIVE, Candidates, Job
 from shardwright.cost.layer import layer
 from shardwright.cost.pipeline import stages
 from shardwright.cost.rank_parameters import rank_parameters
-from shardwright.cost.speed import Speed
+from shardwright.cost.speed import MATMULS, Speed
 from shardwright.cost.stack import STACKS
 from shardwright.cost.step import data_parallel, step_time
 from shardwright.model.presets import resolve
@@ -242,6 +242,21 @@ def test_the_bf16_optimizer_of_deepspeed_all_reduces_sums_in_fp32():
     sent = [_data_parallel_s(job(stack=stack), of, 1, 1.0) for stack in (megatron, deepspeed)]
     assert sent[1] / sent[0] == pytest.approx(10 / 6, rel=0.05)
     assert (megatron.speed.sum_bytes, deepspeed.speed.sum_bytes) == (12, 20)
+
+
+@pytest.mark.parametrize(("tp", "on_shards", "longer"), [(8, True, True), (2, True, False), (8, False, False)])
+def test_matmuls_that_overlap_with_gathers_of_more_shards_than_streams_run_in_pieces(
+    tp: int, on_shards: bool, longer: bool
+):
+    spec, stack = resolve("llama-3.1-8b"), STACKS["megatron-core"]
+    of = candidates(tp=tp, dp_shard=64 // tp, zero=1, sequence_parallel=[on_shards])
+    whole, pieces = (
+        layer(job(model=spec, stack=replace(stack, speed=replace(stack.speed, hides_tp=hides))), of, *blocks(spec))
+        for hides in (False, True)
+    )
+    for name in "FIW":
+        before, after = (float(one.parts[name][MATMULS][0]) for one in (whole, pieces))
+        assert (after > 1.02 * before) if longer and name != "W" else (after == pytest.approx(before)), name
 
 
 def test_messages_of_experts_that_overlap_cost_their_exposed_part_and_the_slowdown():

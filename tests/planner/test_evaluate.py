@@ -130,6 +130,10 @@ UNSEEN = {
     ("xtuner-moe", "step time"): (0.15, 5),
     ("kempner-dense", "step time"): (0.1, 11),
     ("prime-rl", "step time"): (0.09, 9),
+    ("fms-fsdp", "step time"): (0.06, 17),
+    ("megatron-readme", "step time"): (0.1, 10),
+    ("automodel", "step time"): (0.12, 5),
+    ("torchtitan-a100", "step time"): (0.05, 8),
     ("kempner-dense", "peak memory"): (0.04, 11),
     ("prime-rl", "peak memory"): (0.075, 9),
 }

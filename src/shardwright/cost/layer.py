@@ -177,10 +177,15 @@ def embedding(job: Job, candidates: Candidates) -> Passes:
 def _multiply(passes: Passes, job: Job, candidates: Candidates, matmuls: Iterable[Matmul]) -> None:
     """Add the matmuls with weights, forward and for both gradients. In formats of fewer than 16 bits their inputs are
     cast first. Inputs that are gathered over tp are cast before the gather if the format and the stack allow it, and
-    weights once a step if the casts are kept."""
+    weights once a step if the casts are kept. Matmuls that overlap with the gather of their input, or of their result's
+    gradient, run in pieces."""
     those = list(matmuls)
     trained = [matmul for matmul in those if not matmul.frozen]
-    in_each_pass = (those, [matmul.for_input for matmul in those], [matmul.for_weight for matmul in trained])
+    forward, backward = those, [matmul.for_input for matmul in those]
+    if job.stack.speed.hides_tp:
+        forward = [matmul.while_gathered(matmul.input_shards) for matmul in those]
+        backward = [one.while_gathered(of.output_shards) for one, of in zip(backward, those, strict=True)]
+    in_each_pass = (forward, backward, [matmul.for_weight for matmul in trained])
     seconds = (
         ledger.total(f"{MATMULS}, {name}", {matmul.name: matmul.seconds(job) for matmul in inside})
         for name, inside in zip("FIW", in_each_pass, strict=True)

@@ -6,7 +6,7 @@ the gradient of its weights.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,6 +19,10 @@ from shardwright.cost.parameters import tp_shards, vocabulary_shards
 TILE_ROWS, TILE_COLUMNS = 256, 128
 """The tile of a matmul's output that one multiprocessor computes at a time, in elements; as in cuBLAS for large
 matmuls."""
+
+PIECES_AT_ONCE = 3
+"""Pieces of a matmul that run at once, each in its own stream, where it overlaps with the gather of its rows over tp
+(`NVTE_COMM_OVERLAP_MAX_STREAMS` of Transformer Engine, `common/comm_gemm_overlap`). Ignored: PyTorch's has two."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,12 @@ class Matmul:
         return Matmul(
             f"{self.name}, gradient of weight", self.k, self.m, self.n, self.batch, self.precision, apart=self.apart
         )
+
+    def while_gathered(self, shards: Ints | int) -> "Matmul":
+        """Return the matmul as the kernels that run while its rows are gathered from token shards. The rows of a shard
+        are a piece, and `PIECES_AT_ONCE` pieces together have one last wave."""
+        kernels = np.ceil(np.asarray(shards) / PIECES_AT_ONCE)
+        return replace(self, m=self.m / kernels, batch=self.batch * kernels, apart=True)
 
     def seconds(self, job: Job) -> Floats:
         """Return time = max(flops / (peak share q), bytes / bandwidth) in seconds.

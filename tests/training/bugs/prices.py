@@ -54,6 +54,16 @@ SCALE: dict[str, AnyBug] = {
         Mutation(f"{_COST}.layer:dispatch", "job.stack.speed.interference", "0.0"),
         _STEP + "test_messages_of_experts_that_overlap_cost_their_exposed_part_and_the_slowdown",
     ),
+    "the plan runs matmuls beside the gather of their input over tp in one piece": UnitBug(
+        Mutation(f"{_COST}.layer:_multiply", "matmul.while_gathered(matmul.input_shards)", "matmul"),
+        _STEP + "test_matmuls_that_overlap_with_gathers_of_more_shards_than_streams_run_in_pieces",
+        given=(8, True, True),
+    ),
+    "the plan runs matmuls beside the gather of their result's gradient over tp in one piece": UnitBug(
+        Mutation(f"{_COST}.layer:_multiply", "one.while_gathered(of.output_shards)", "one"),
+        _STEP + "test_matmuls_that_overlap_with_gathers_of_more_shards_than_streams_run_in_pieces",
+        given=(8, True, True),
+    ),
     "training logs do not change attention kernels with a published rate": UnitBug(
         Mutation(
             f"{_COST}.attention:_fused",
