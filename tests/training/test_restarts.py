@@ -48,7 +48,7 @@ def config_of(
 
 
 def dead(rank: int | None) -> WorkerError:
-    return WorkerError(f"rank {rank} was killed by signal 9 (SIGKILL)").of_rank(rank)
+    return WorkerError(f"rank {rank} was killed by signal 9 (SIGKILL)").with_rank(rank)
 
 
 def end_of(restarts: Restarts, error: WorkerError) -> str:

@@ -182,10 +182,10 @@ def dryrun(
     outside of the world, InputError for an invalid size or choice.
     """
     from shardwright.config import as_toml, load, parse
-    from shardwright.dry_run.run import how_of
+    from shardwright.dry_run.run import dry_run_settings
     from shardwright.verification.ranks import start_server
 
-    how = how_of(device_memory, count_as, steps, imbalance)
+    how = dry_run_settings(device_memory, count_as, steps, imbalance)
     start_server()
     from shardwright.dry_run.run import dry_run
 

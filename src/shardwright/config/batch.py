@@ -121,7 +121,7 @@ class BatchSection(RunFileSection):
         keys |= {f"batch.stages.{n}.{size}": getattr(stage, size) or 1 for n, stage in enumerate(self.stages)}
         return {key: most for key, value in keys.items() if value > most}
 
-    def of_stage(self, stage: BatchStage) -> "BatchSection":
+    def stage_section(self, stage: BatchStage) -> "BatchSection":
         """Return the section of a run that has the batch of one stage in every step."""
         return BatchSection(seq_len=stage.seq_len, global_batch=stage.global_batch, micro_batch=stage.micro_batch)
 

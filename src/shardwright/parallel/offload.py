@@ -98,7 +98,7 @@ class ActivationsOnHost:
         """Return a copy in device memory."""
         on_device = torch.empty(on_host.shape, dtype=on_host.dtype, device=self.device)
         self.observer.transfer(TensorCopy(to_host=False, n_bytes=on_host.nbytes, activations=on_device))
-        with _on(self._up):
+        with _stream_context(self._up):
             return on_device.copy_(on_host, non_blocking=True)
 
     def bring(self, layer: "_LayerPass") -> None:
@@ -129,7 +129,7 @@ class ActivationsOnHost:
         flat = x.detach().as_strided((storage.nbytes() // x.element_size(),), (1,), 0)
         if self._down is not None:
             self._down.wait_stream(torch.cuda.current_stream(self.device))
-        with _on(self._down):
+        with _stream_context(self._down):
             copy = _StorageVersion(layer, StorageWeakRef(storage), tensor_version(x), flat, self.copy_out(flat))
         layer.copies.append(ref(copy))
         assert layer.leaving is not None
@@ -215,7 +215,7 @@ def read(kept: Tensor | OffloadedView) -> Tensor:
     return kept if isinstance(kept, Tensor) else kept.read()
 
 
-def _on(stream: Any) -> Any:
+def _stream_context(stream: Any) -> Any:
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 

@@ -73,7 +73,7 @@ class Times:
     weight: PerStage = 1.0
     comm: float = 0.0
 
-    def of_stages(self, n_stages: int) -> dict[Op, tuple[float, ...]]:
+    def times_by_stage(self, n_stages: int) -> dict[Op, tuple[float, ...]]:
         """Return for each op its time in every stage.
 
         Raises ScheduleError if the number of times is not the number of stages, and for a negative time.
@@ -101,7 +101,7 @@ def simulate(schedule: Schedule, times: Times) -> "Simulation":
     The schedule has to be complete: validate an external one first (`validate.problems`). Raises ScheduleError for an
     action with a stage or micro-batch out of range, and for a deadlock.
     """
-    starts, ends = play(schedule, times.of_stages(schedule.n_stages), times.comm)
+    starts, ends = play(schedule, times.times_by_stage(schedule.n_stages), times.comm)
     if list(map(len, ends)) != list(map(len, schedule.ranks)):
         raise ScheduleError(f"{schedule.name}: {deadlock(schedule)}")
     return Simulation(schedule, times, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
@@ -145,7 +145,7 @@ class Simulation:
     @cached_property
     def work(self) -> tuple[float, ...]:
         """For every rank the sum of the durations of its actions."""
-        durations = self.times.of_stages(self.schedule.n_stages)
+        durations = self.times.times_by_stage(self.schedule.n_stages)
         return tuple(sum(durations[op][stage] for stage, op, _ in actions) for actions in self.schedule.ranks)
 
     @property

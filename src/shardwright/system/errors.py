@@ -80,7 +80,7 @@ class ShardwrightError(Exception):
     def __init__(self, *args: object) -> None:
         super().__init__(*(without_secrets(arg) if isinstance(arg, str) else arg for arg in args))
 
-    def of_rank(self, rank: int | None) -> Self:
+    def with_rank(self, rank: int | None) -> Self:
         """Set the rank at fault and return this error."""
         self.rank = rank
         return self

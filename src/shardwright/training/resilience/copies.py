@@ -197,5 +197,5 @@ class CompareCopies(Hook):
             raise CopiesError(
                 f"after step {step} {differing.text}; the check before, after step {self._equal_at}, found no "
                 f"difference: checkpoints up to that step hold equal copies"
-            ).of_rank(differing.rank)
+            ).with_rank(differing.rank)
         self._equal_at = step

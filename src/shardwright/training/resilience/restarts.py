@@ -58,7 +58,7 @@ class Restarts:
                 raise error
             used = "the one restart of {} is" if self.allowed == 1 else f"all {self.allowed} restarts of {{}} are"
             subject = used.format(f"--max-restarts {self.allowed}")
-            raise type(error)(f"{error}\n{subject} used up").of_rank(error.rank)
+            raise type(error)(f"{error}\n{subject} used up").with_rank(error.rank)
         self.used += 1
         remark = self._use_places(error)
         first_line = str(error).partition("\n")[0]
@@ -105,7 +105,7 @@ class Restarts:
                 f"{error}\nthese were {FAULTS_IN_A_ROW} faults in a row at place {place}, and without it no layout of "
                 f"faults.min_ranks={self.config.faults.min_ranks} to {len(left)} ranks, with fewer along dp alone, "
                 f"trains {self.config.batch.schedule.global_batches}"
-            ).of_rank(error.rank)
+            ).with_rank(error.rank)
         self._usable, self._faulty, self._shrunk_at_s = left, [], time.monotonic()
         self.attempt = Attempt(config, left[: config.layout.layout().world_size])
         return f" (without place {place}, where {FAULTS_IN_A_ROW} faults in a row happened)"
