@@ -3,7 +3,8 @@
 python benchmarks/names.py
 
 - A class name is defined once in src; a leading underscore does not make it another name.
-- No variable, parameter, attribute or function of src has a name of `NAMES`, and no function a name of `PARTICLES`.
+- No variable, parameter, attribute or function of src has a name of `NAMES`.
+- No function of src, benchmarks, docs, examples or tests has a name of `PARTICLES` or one that starts with `of_`.
 - No phrase of `PHRASES` stands in a docstring or in the help of an option or key of src or, outside of code blocks,
   on a page of docs.
 """
@@ -41,15 +42,19 @@ PHRASES = (
 of headings."""
 NAMES = ("asked", "each", "found", "held", "here", "mine", "of", "said", "there", "told", "wrong")
 """Names that do not name the thing; a leading underscore does not make them other names."""
-PARTICLES = ("at", "by", "from", "with")
+PARTICLES = ("at", "by", "from", "of", "on", "with")
 """Names that no function has alone; a variable may be called `at`."""
+FOLDERS = ("src", "benchmarks", "docs", "examples", "tests")
+NOT_YET = ("src/shardwright/cost",)
+"""Folders whose functions still have such names."""
 MADE = ("docs/checkers.md", "docs/mutations.md", "docs/run-file.md", "docs/measured-runs.md")
 """Pages whose words come from tests and from descriptions of keys; CHANGELOG.md keeps its entries as they were."""
 
 
 def main() -> None:
     """Print every problem, and exit with 1 if there is one."""
-    problems = [*repeated_classes(ROOT), *used_names(ROOT, NAMES), *used_phrases(ROOT, PHRASES)]
+    problems = [*repeated_classes(ROOT), *used_names(ROOT, NAMES), *nameless_functions(ROOT)]
+    problems += used_phrases(ROOT, PHRASES)
     print("\n".join(problems) or "each class name is defined once, and no name or phrase of the lists is used")
     sys.exit(bool(problems))
 
@@ -77,8 +82,26 @@ def used_names(root: Path, names: Collection[str]) -> Iterator[str]:
                     | ast.arg(arg=name)
                     | ast.alias(asname=str(name))
                     | ast.FunctionDef(name=name)
-                ) if name.lstrip("_") in (*names, *(PARTICLES if isinstance(node, ast.FunctionDef) else ())):
+                    | ast.AsyncFunctionDef(name=name)
+                ) if name.lstrip("_") in names:
                     yield f"{path.relative_to(root)}:{node.lineno}: {name!r} does not name the thing"
+
+
+def nameless_functions(root: Path) -> Iterator[str]:
+    """Functions, methods and assigned lambdas whose name neither is a verb nor names the result, with their places."""
+    for path in _sources(root, *FOLDERS):
+        if any(path.is_relative_to(root / folder) for folder in NOT_YET):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case (
+                    ast.FunctionDef(name=name)
+                    | ast.AsyncFunctionDef(name=name)
+                    | ast.Assign(targets=[ast.Name(id=name)], value=ast.Lambda())
+                    | ast.AnnAssign(target=ast.Name(id=name), value=ast.Lambda())
+                ) if (bare := name.lstrip("_")) in PARTICLES or bare.startswith("of_"):
+                    place = f"{path.relative_to(root)}:{node.lineno}"
+                    yield f"{place}: {name!r} is neither a verb nor the name of what the function returns"
 
 
 def used_phrases(root: Path, phrases: Sequence[str]) -> Iterator[str]:
@@ -95,8 +118,8 @@ def used_phrases(root: Path, phrases: Sequence[str]) -> Iterator[str]:
                 yield f"{place}: {' '.join(match[0].split())!r} is a phrase that docs and docstrings do not use"
 
 
-def _sources(root: Path) -> list[Path]:
-    return sorted((root / "src").rglob("*.py"))
+def _sources(root: Path, *folders: str) -> list[Path]:
+    return sorted(path for folder in folders or ("src",) for path in (root / folder).rglob("*.py"))
 
 
 def _described(path: Path) -> Iterator[tuple[int, str]]:

@@ -37,21 +37,45 @@ def test_a_name_of_the_list_is_seen_where_it_is_defined(tmp_path: Path):
         class Box:
             of: int
         import json as said
-        def _at(at): ...
+        async def here(): ...
     """
     written(tmp_path, a=dedent(code))
     result = [line.partition(": ")[2].partition(" does")[0] for line in CHECK["used_names"](tmp_path, CHECK["NAMES"])]
     assert sorted(result) == [
-        "'_at'",
         "'_mine'",
         "'_told'",
         "'asked'",
         "'each'",
         "'found'",
+        "'here'",
         "'of'",
         "'said'",
         "'wrong'",
     ]
+
+
+@pytest.mark.parametrize("folder", CHECK["FOLDERS"])
+def test_a_function_that_is_neither_a_verb_nor_a_result_is_seen_however_it_is_defined(tmp_path: Path, folder: str):
+    code = """
+        def _at(at, of_rank=1): ...
+        async def on(): ...
+        of_line = lambda row: row
+        of_row: Callable = lambda row: row
+        class Box:
+            of_box: int
+            def of_rank(self): ...
+            @classmethod
+            def of(cls):
+                def _of_part(): ...
+            @property
+            def of_pairs(self): ...
+        def on_step(): ...
+        def often(): ...
+    """
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "a.py").write_text(dedent(code), encoding="utf-8")
+    result = [line.partition(": ")[2].split("'")[1] for line in CHECK["nameless_functions"](tmp_path)]
+    assert sorted(result) == ["_at", "_of_part", "of", "of_line", "of_pairs", "of_rank", "of_row", "on"]
 
 
 def test_a_phrase_is_found_in_docstrings_and_pages_but_not_in_code(tmp_path: Path):
