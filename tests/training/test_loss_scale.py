@@ -22,7 +22,7 @@ from shardwright.training.checkpoint.saver import save
 from shardwright.training.checkpoint.state import load
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.loss_scale import LossScaler, LossScaleState
-from shardwright.training.schedule import learning_rate
+from shardwright.training.optimizer import learning_rate
 from shardwright.training.step import Trainer
 from shardwright.verification import Verifier
 from shardwright.verification import rank as verify_rank

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.config import RunConfig, parse
-from shardwright.config.shrink import shrunk
+from shardwright.config.settle import shrunk
 from shardwright.runs.records import EventRecord
 from shardwright.system.errors import WorkerError
 from shardwright.training.resilience.restarts import Restarts

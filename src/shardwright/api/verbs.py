@@ -270,6 +270,6 @@ class Run:
     def model(self, checkpoint: str | Path | None = None) -> "Transformer":
         """Return the whole model of a checkpoint, by default the newest, on one process: on the CPU, in evaluation
         mode, in the type it was trained in. Raises CheckpointError if there is no checkpoint, or if it is damaged."""
-        from shardwright.training.checkpoint.whole import newest_checkpoint, restore
+        from shardwright.training.weights import newest_checkpoint, restore
 
         return restore(newest_checkpoint(self.folder) if checkpoint is None else Path(checkpoint))

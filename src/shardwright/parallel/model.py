@@ -21,7 +21,7 @@ from shardwright.parallel.norm import as_part
 from shardwright.parallel.observer import Observers
 from shardwright.parallel.pipeline.tied import TiedParameters, first_of_each
 from shardwright.parallel.placement import ExpertPlaces
-from shardwright.parallel.replicas import sum_replica_gradients
+from shardwright.parallel.reductions import sum_replica_gradients
 from shardwright.parallel.routing import LossScale
 from shardwright.split.documents import Lengths, balances_documents, spans_of_documents
 from shardwright.split.sequence import positions_of_rank

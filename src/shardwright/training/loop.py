@@ -29,7 +29,7 @@ from shardwright.parallel.observer import StepPhase
 from shardwright.runs.records import Record
 from shardwright.system.signals import on_signals
 from shardwright.training.hooks import Due, Hook, RunStart, TakenStep, due_after
-from shardwright.training.schedule import learning_rate
+from shardwright.training.optimizer import learning_rate
 from shardwright.training.step import Trainer
 
 

@@ -14,7 +14,7 @@ import torch
 from shardwright.config import RunConfig
 from shardwright.config.metrics import MEMORY_ON_CPU
 from shardwright.config.mixture import sources_of
-from shardwright.config.shrink import shrunk
+from shardwright.config.settle import shrunk
 from shardwright.data.shards import source_folders
 from shardwright.model.modules import rows
 from shardwright.report.headline import headline

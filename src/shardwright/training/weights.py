@@ -23,6 +23,7 @@ from shardwright.model.modules import row_of, rows
 from shardwright.model.quantised import fill_box
 from shardwright.model.saved import with_defaults
 from shardwright.model.spec import ModelSpec
+from shardwright.model.transformer import Transformer
 from shardwright.parallel.boxes import overlap
 from shardwright.runs.folder import CHECKPOINTS, RUN_FILE, published
 from shardwright.system.errors import CheckpointError, DamagedError, InputError
@@ -354,3 +355,26 @@ def fill(
         elif not row.adapter:
             assert row.kind == "balance", f"{name} is not in {weights.path}"
             target.fill_(row.fill)
+
+
+def newest_checkpoint(run_dir: Path) -> Path:
+    """Return the newest checkpoint of a run. Raises CheckpointError if there is none."""
+    saved = published(run_dir / CHECKPOINTS)
+    if not saved:
+        raise CheckpointError(
+            f"{run_dir} has no checkpoint; train first: shardwright train RUN.toml --set out={run_dir}"
+        )
+    return saved[-1]
+
+
+def restore(checkpoint: Path) -> Transformer:
+    """Return the whole model of a checkpoint, on the CPU, in evaluation mode, in its training type.
+
+    Raises CheckpointError if the checkpoint is missing or damaged.
+    """
+    weights = weights_of_checkpoint(checkpoint)
+    with torch.device("meta"):
+        model = Transformer(weights.spec).to(getattr(torch, weights.dtypes["embedding.weight"]))
+    model = model.to_empty(device="cpu").eval()
+    fill(model.named_parameters(), weights.spec, weights)
+    return model

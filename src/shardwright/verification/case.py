@@ -25,7 +25,7 @@ from shardwright.model.spec import ModelSpec
 from shardwright.split.compression import elements_of_block, powersgd_rank
 from shardwright.split.stages import schedule_problems, stage_layers
 from shardwright.system.errors import InputError, nearest
-from shardwright.training.schedule import learning_rate
+from shardwright.training.optimizer import learning_rate
 
 DTYPES: dict[str, tuple[torch.dtype, torch.dtype]] = {
     "float64": (torch.float64, torch.float64),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwright.config import RunConfig
-from shardwright.config.shrink import shrunk
+from shardwright.config.settle import shrunk
 from shardwright.runs.folder import step_of
 from shardwright.runs.records import EventRecord
 from shardwright.system.errors import CopiesError, FullError, WorkerError
