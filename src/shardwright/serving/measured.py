@@ -115,9 +115,9 @@ def read(path: Path) -> list[ServingCase | SkippedServingRow]:
     """
     texts: list[Mapping[str, str]] = []
 
-    def needed(_: ServingTableRow, cells: Mapping[str, str]) -> dict[str, bool]:
+    def needed(row: ServingTableRow, cells: Mapping[str, str]) -> Mapping[str, bool]:
         texts.append(cells)
-        return {"always": True}
+        return MEASUREMENTS_TABLE.needed(row, cells)
 
     rows = read_rows(path, replace(MEASUREMENTS_TABLE, needed=needed))
     return [
