@@ -5,6 +5,7 @@ python benchmarks/names.py
 - A class name is defined once in src; a leading underscore does not make it another name.
 - No variable, parameter, attribute or function of src has a name of `NAMES`.
 - No function of src, benchmarks, docs, examples or tests has a name of `PARTICLES` or one that starts with `of_`.
+- No docstring of src starts with a word of `FRAGMENTS`, which starts no sentence with a subject and a verb.
 - No phrase of `PHRASES` stands in a docstring or in the help of an option or key of src or, outside of code blocks,
   on a page of docs.
 """
@@ -44,16 +45,33 @@ NAMES = ("asked", "each", "found", "held", "here", "mine", "of", "said", "there"
 """Names that do not name the thing; a leading underscore does not make them other names."""
 PARTICLES = ("at", "by", "from", "of", "on", "with")
 """Names that no function has alone; a variable may be called `at`."""
+FRAGMENTS = (
+    "Also",
+    "As",
+    "Called",
+    "For",
+    "How",
+    "If",
+    "Not",
+    "Of",
+    "That",
+    "What",
+    "Where",
+    "Whether",
+    "Which",
+    "Why",
+)
+"""First words of docstrings that name neither an action nor a thing."""
 FOLDERS = ("src", "benchmarks", "docs", "examples", "tests")
-NOT_YET = ("src/shardwright/cost",)
-"""Folders whose functions still have such names."""
+NOT_YET = ("src/shardwright/cost", "src/shardwright/dry_run", "src/shardwright/planner/operations.py")
+"""Folders and files whose functions still have such names, or their docstrings such words."""
 MADE = ("docs/checkers.md", "docs/mutations.md", "docs/run-file.md", "docs/measured-runs.md")
 """Pages whose words come from tests and from descriptions of keys; CHANGELOG.md keeps its entries as they were."""
 
 
 def main() -> None:
     """Print every problem, and exit with 1 if there is one."""
-    problems = [*repeated_classes(ROOT), *used_names(ROOT, NAMES), *nameless_functions(ROOT)]
+    problems = [*repeated_classes(ROOT), *used_names(ROOT, NAMES), *nameless_functions(ROOT), *fragments(ROOT)]
     problems += used_phrases(ROOT, PHRASES)
     print("\n".join(problems) or "each class name is defined once, and no name or phrase of the lists is used")
     sys.exit(bool(problems))
@@ -90,7 +108,7 @@ def used_names(root: Path, names: Collection[str]) -> Iterator[str]:
 def nameless_functions(root: Path) -> Iterator[str]:
     """Functions, methods and assigned lambdas whose name neither is a verb nor names the result, with their places."""
     for path in _sources(root, *FOLDERS):
-        if any(path.is_relative_to(root / folder) for folder in NOT_YET):
+        if _is_not_yet(root, path):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             match node:
@@ -102,6 +120,17 @@ def nameless_functions(root: Path) -> Iterator[str]:
                 ) if (bare := name.lstrip("_")) in PARTICLES or bare.startswith("of_"):
                     place = f"{path.relative_to(root)}:{node.lineno}"
                     yield f"{place}: {name!r} is neither a verb nor the name of what the function returns"
+
+
+def fragments(root: Path) -> Iterator[str]:
+    """Docstrings of modules, classes and functions of `root`/src that start with a word of `FRAGMENTS`."""
+    for path in _sources(root):
+        for node in [] if _is_not_yet(root, path) else ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                word = re.match(r"\w*", ast.get_docstring(node) or "")
+                if word and word[0] in FRAGMENTS:
+                    place = f"{path.relative_to(root)}:{getattr(node, 'lineno', 1)}"
+                    yield f"{place}: a docstring starts with {word[0]!r}; start with a verb or with the thing"
 
 
 def used_phrases(root: Path, phrases: Sequence[str]) -> Iterator[str]:
@@ -120,6 +149,10 @@ def used_phrases(root: Path, phrases: Sequence[str]) -> Iterator[str]:
 
 def _sources(root: Path, *folders: str) -> list[Path]:
     return sorted(path for folder in folders or ("src",) for path in (root / folder).rglob("*.py"))
+
+
+def _is_not_yet(root: Path, path: Path) -> bool:
+    return any(path.is_relative_to(root / name) for name in NOT_YET)
 
 
 def _described(path: Path) -> Iterator[tuple[int, str]]:

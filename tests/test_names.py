@@ -78,6 +78,24 @@ def test_a_function_that_is_neither_a_verb_nor_a_result_is_seen_however_it_is_de
     assert sorted(result) == ["_at", "_of_part", "of", "of_line", "of_pairs", "of_rank", "of_row", "on"]
 
 
+def test_a_docstring_that_is_a_fragment_is_seen_in_modules_classes_functions_and_properties(tmp_path: Path):
+    code = """
+        class Box:
+            "How it is packed."
+            "Of nothing."
+            @property
+            def full(self):
+                "Whether there is room."
+            async def close(self):
+                'Called at the end.'
+        def whether():
+            "Return whether."
+    """
+    written(tmp_path, a='"Which rank has which tokens."' + dedent(code))
+    result = [line.partition(": ")[0] for line in CHECK["fragments"](tmp_path)]
+    assert sorted(result) == ["src/a.py:1", "src/a.py:2", "src/a.py:6", "src/a.py:8"]
+
+
 def test_a_phrase_is_found_in_docstrings_and_pages_but_not_in_code(tmp_path: Path):
     function = 'def f():\n    """One line.\n\n    Sums those\n    of n."""\n    return "those of"\n'
     code = function + 'N = 1\n"""Those of m."""\n'

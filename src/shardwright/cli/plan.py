@@ -188,7 +188,7 @@ def _compare_with_run(request: PlanRequest, options: PlanOptions) -> None:
 
 
 def _write(request: PlanRequest, job: "Job", choice: "Choice", options: PlanOptions) -> None:
-    """With --write, write the layout as a run file: the given run file with its layout and batch replaced, or a new run
+    """Write the layout as a run file, with --write: the given run file with its layout and batch replaced, or a new
     file."""
     if options.write is None:
         return

@@ -3,7 +3,7 @@
 Position t of a sample reads token t and predicts token t + 1; where the mask is False the prediction is not part of the
 loss (its target becomes IGNORE). In conversations only the tokens of answers count.
 
-Lengths of the documents in packed sequences, and their effect on attention; no torch.
+Packed sequences also have the lengths of their documents, within which attention may stay. No torch.
 """
 
 from abc import ABC, abstractmethod

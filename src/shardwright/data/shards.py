@@ -108,7 +108,7 @@ class TokenSplit:
 
     @property
     def masked(self) -> bool:
-        """Whether these are conversations, with some tokens that are not trained on."""
+        """Return whether these are conversations, with some tokens that are not trained on."""
         return any(file is not None for file in self._trained)
 
     def trained(self, start: int, length: int) -> np.ndarray:

@@ -108,7 +108,7 @@ class ParallelModel:
 
     @property
     def counts_targets(self) -> bool:
-        """Whether this rank counts the target tokens: one rank per pipeline, whose ranks share tokens."""
+        """Return whether this rank counts the target tokens: one rank per pipeline, whose ranks share tokens."""
         return self.groups.pp is None or self.groups.pp.rank() == 0
 
     def train(self, training: bool = True) -> None:

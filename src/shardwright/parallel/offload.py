@@ -13,8 +13,6 @@ fewer than `offload_min_bytes` stay on the device.
 So the device has the activations of two layers of a part at a time. Without a pipeline the last layer keeps its
 activations, because its backward pass comes next. On a GPU each direction has a stream, and host memory is pinned. On a
 CPU device and host are the same: the copies are made and save nothing.
-
-Host memory that a device reads and writes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -189,7 +187,7 @@ class _StorageVersion:
 
     @property
     def has_to_come(self) -> bool:
-        """Whether the device does not have the contents, or no longer."""
+        """Return whether the device does not have the contents, or no longer."""
         return self.on_device is None or (self.is_original and tensor_version(self.on_device) != self.version)
 
 

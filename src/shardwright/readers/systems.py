@@ -1,4 +1,4 @@
-"""Which system a configuration belongs to, and its settings."""
+"""The system that a configuration belongs to, and the settings in the configuration."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,6 +1,5 @@
-"""Why the steps of a log take longer than predicted: slow steps by their pattern, and a gap of the median step by the
-constants that most likely cause it.
-"""
+"""The reasons why the steps of a log take longer than predicted: slow steps by their pattern, and a gap of the median
+step by the constants that most likely cause it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

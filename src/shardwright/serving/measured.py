@@ -2,9 +2,8 @@
 
 `docs/serving.md` explains the columns. An empty cell was not stated by the source.
 
-Settings with which InferenceX starts the servers that it measures, if its scripts differ from an engine's defaults.
-
-It starts one server for each length of prompts and answers and each concurrency. Source: the scripts in benchmarks/ of
+InferenceX starts one server for each length of prompts and answers and each concurrency. `server` has the settings in
+which its scripts differ from an engine's defaults. Source: the scripts in benchmarks/ of
 github.com/SemiAnalysisAI/InferenceX (InferenceMAX until 2025): dsr1_fp8_h200_trt_slurm.sh (2e46dba),
 dsr1_fp8_h200.sh (161e7f6), and 70b_fp8_h200_trt_slurm.sh as in github.com/jyothisambolu/InferenceMAX (1b563c8). A later
 commit of InferenceX (73ef922) lowers the latter's max_num_tokens to the longest request; with it, 128 prompts at a time

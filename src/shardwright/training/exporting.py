@@ -1,6 +1,6 @@
 """`shardwright export`: weights as a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
-The README.md of an exported model: its description and, if the run's folder has them, facts of its training.
+The folder has a README.md with a description of the model and, if the run's folder has them, facts of its training.
 """
 
 import json

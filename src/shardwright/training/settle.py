@@ -1,6 +1,6 @@
-"""Resolves `layout.recompute = "auto"` before a model is built, from the memory of the rank with the least memory.
+"""Resolve `layout.recompute = "auto"` before a model is built, from the memory of the rank with the least memory.
 
-Check that each machine has enough memory for the offloaded state of all its ranks.
+The check that each machine has enough memory for the offloaded states of all its ranks is here too.
 """
 
 import socket

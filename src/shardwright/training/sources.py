@@ -105,7 +105,7 @@ class Sources:
 
     @property
     def mixed(self) -> bool:
-        """Whether the run file gives sources with weights instead of one folder."""
+        """Return whether the run file gives sources with weights instead of one folder."""
         return bool(self.config.data.sources)
 
     @property

@@ -1,6 +1,6 @@
 """The training that layouts are compared by: a model, and random batches made from the seed.
 
-It also has the number formats at test size: the loss scale of float16, the blocks of fp8 and the options of an
+A case also has the number formats at test size: the loss scale of float16, the blocks of fp8, and the options of an
 optimizer.
 
 Shapes: B sequences of the global batch, T tokens of a sequence.

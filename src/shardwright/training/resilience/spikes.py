@@ -65,7 +65,7 @@ class Spike:
 
     @property
     def finite(self) -> bool:
-        """Whether loss and norm are finite."""
+        """Return whether loss and norm are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.norm)
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class Recheck:
 
     @property
     def same(self) -> bool:
-        """Whether both tries have the same non-finite numbers, on the same ranks, starting at the same parameter.
+        """Return whether both tries have the same non-finite numbers, on the same ranks, from the same parameter on.
         Finite numbers are not compared, because GPU kernels may add in a different order each time."""
         return self.second is not None and _not_finite(self.first) == _not_finite(self.second)
 
@@ -158,7 +158,7 @@ class SpikeGuard:
 
     @property
     def doubts(self) -> bool:
-        """Whether the step that was just refused should be run again before any policy applies."""
+        """Return whether the step that was just refused should be run again before any policy applies."""
         return self._first is not None
 
     def pass_over(self) -> None:
