@@ -338,7 +338,7 @@ _LayoutKeys: Any = create_model(
 
 
 class LayoutSection(_LayoutKeys):
-    """The partition of model and batch over dp_replicate x dp_shard x cp x tp x pp ranks. ep divides dp_shard x cp x tp."""
+    """The partition of model and batch over the dp_replicate x dp_shard x cp x tp x pp ranks; ep is within them."""
 
     @property
     def recomputation(self) -> tuple[str, int | None]:
