@@ -213,7 +213,7 @@ def test_a_missing_key_says_what_it_is(tmp_path: Path):
     problems = refused(tmp_path, 'out = "x"\nsteps = 1\n[batch]\nseq_len = 8\nglobal_batch = 1\n')
     assert len(problems) == 1
     assert "data: missing" in problems[0]
-    assert "Where the tokens are" in problems[0]
+    assert "The place of the tokens" in problems[0]
 
 
 @pytest.mark.parametrize(

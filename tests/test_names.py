@@ -96,25 +96,26 @@ def test_a_docstring_that_is_a_fragment_is_seen_in_modules_classes_functions_and
     assert sorted(result) == ["src/a.py:1", "src/a.py:2", "src/a.py:6", "src/a.py:8"]
 
 
-def test_a_phrase_is_found_in_docstrings_and_pages_but_not_in_code(tmp_path: Path):
-    function = 'def f():\n    """One line.\n\n    Sums those\n    of n."""\n    return "those of"\n'
+def test_a_phrase_is_found_in_docstrings_texts_and_pages_but_not_in_code(tmp_path: Path):
+    function = 'def f():\n    """One line.\n\n    Sums those\n    of n."""\n    those_of = 1\n'
     code = function + 'N = 1\n"""Those of m."""\n'
     written(tmp_path, a=code, page="Here.\n```\nthose of\n```\nThose of k, those offered.\n")
     found = [line.partition(": ")[0] for line in CHECK["used_phrases"](tmp_path, ["those of"])]
     assert found == ["src/a.py:4", "src/a.py:8", "docs/page.md:5"]
 
 
-def test_a_phrase_is_found_in_the_help_of_options_and_keys_but_not_in_other_arguments(tmp_path: Path):
+def test_a_phrase_is_found_in_the_help_of_options_and_keys_and_in_errors_also_over_several_lines(tmp_path: Path):
     code = """
         width: int = option(1, "the width; "
             f"those of {n} rows", "N")
         depth: bool = flag("those of the depth")
-        key: int = Field(1, description="those of the key", alias="those of")
-        raise InputError("those of")
+        key: int = Field(1, description="those of the key", alias="those")
+        raise InputError(f"{n} of those "
+            "of n")
     """
     written(tmp_path, a=dedent(code), page="Here.\n")
     found = [line.partition(": ")[0] for line in CHECK["used_phrases"](tmp_path, ["those of"])]
-    assert sorted(found) == ["src/a.py:2", "src/a.py:4", "src/a.py:5"]
+    assert sorted(found) == ["src/a.py:2", "src/a.py:4", "src/a.py:5", "src/a.py:6"]
 
 
 PROGRAMS = [path for folder in ("benchmarks", "docs", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]

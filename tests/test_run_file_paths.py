@@ -108,7 +108,7 @@ def test_a_moved_run_is_not_started_anew_in_its_old_place(run_file, tmp_path, mo
     (moved / "run.toml").write_text(resolved_toml(config, absolute=True))
     assert load(moved / "run.toml", started=True).out == config.out, "a copy of the run file alone"
     (moved / "metrics.jsonl").write_text("")
-    with pytest.raises(ConfigError, match=rf"the run in this folder was moved .*; go on with it by --set out={moved},"):
+    with pytest.raises(ConfigError, match=rf"the run in this folder was moved .*; continue it by --set out={moved},"):
         load(moved / "run.toml", started=True)
     assert load(moved / "run.toml").out == config.out, "what is only read"
     assert load(moved / "run.toml", [f"out={moved}"], started=True).out == str(moved)

@@ -124,7 +124,7 @@ def test_a_message_that_both_ranks_have_begun_does_not_arrive():
     blamed, told = described(waiting)
     assert blamed == []
     assert told.splitlines()[1] == (
-        "  both ranks have begun the input of 1F3, number 7 of the messages of pp from rank 0 to rank 2, and it does "
+        "  both ranks have started the input of 1F3, number 7 of the messages of pp from rank 0 to rank 2, and it does "
         "not arrive"
     )
 

@@ -65,8 +65,7 @@ def test_ranks_start_again_from_the_newest_checkpoint_until_the_restarts_are_use
     first = restarts.after(dead(1), [])
     assert (first.kind, first.step, first.rank) == ("restart", 0, 1)
     assert first.text == (
-        "restart 1 of 2, from where the run began, as nothing was saved yet, on 2 ranks: rank 1 was killed by signal 9 "
-        "(SIGKILL)"
+        "restart 1 of 2, from the start, as nothing was saved yet, on 2 ranks: rank 1 was killed by signal 9 (SIGKILL)"
     )
     assert restarts.attempt.config.checkpoint.resume == "no"
     second = restarts.after(dead(1), SAVED)
@@ -222,7 +221,7 @@ def place_1_is_broken(rank: int) -> None:
 def test_when_the_restarts_are_used_up_the_run_ends_with_the_reason(run_file):
     run = train(run_file, "--max-restarts", "1", fault=place_1_is_broken, expect=3)
     said = run.stderr
-    assert said.startswith("restart 1 of 1, from where the run began, as nothing was saved yet, on 2 ranks: rank 1 was")
+    assert said.startswith("restart 1 of 1, from the start, as nothing was saved yet, on 2 ranks: rank 1 was")
     assert "\nerror: rank 1 was killed by signal 9 (SIGKILL)" in said
     assert "the one restart of --max-restarts 1 is used up" in said
     assert "Traceback" not in said

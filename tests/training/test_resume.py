@@ -391,7 +391,7 @@ def test_the_installed_command_with_workers_of_its_own_resumes_after_a_kill(run_
     killed = subprocess.run(command, env=os.environ | fault, capture_output=True, text=True)
     assert killed.returncode == 3, killed.stderr
     assert killed.stderr.startswith("error: rank 1 was killed by signal 9 (SIGKILL)")
-    assert re.search(r"saved up to .*step-\d{8}; go on from it with --resume", killed.stderr), killed.stderr
+    assert re.search(r"saved up to .*step-\d{8}; continue from it with --resume", killed.stderr), killed.stderr
     resumed = subprocess.run([*command, "--resume"], capture_output=True, text=True)
     assert resumed.returncode == 0, resumed.stderr
     same_run(run_file, uninterrupted)

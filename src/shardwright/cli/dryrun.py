@@ -126,7 +126,7 @@ def _problems(options: DryrunOptions) -> list[str]:
     if options.ranks is not None and options.rank is not None:
         problems.append(f"--rank {options.rank} and --ranks {options.ranks}: leave one out")
     if options.device_memory is not None and options.cluster is not None:
-        problems.append("--device-memory and --cluster both say how much memory there is; leave one out")
+        problems.append("--device-memory and --cluster both set the memory; leave one out")
     return problems
 
 

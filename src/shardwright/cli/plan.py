@@ -235,7 +235,7 @@ def _replanned(
     table.get("checkpoint", {}).pop("resume", None)
     remark = (
         f"# Written by `{command}`.\n"
-        f"# out is a new folder, so that the run in {json.dumps(config.out)} stays as it is; this run starts anew "
+        f"# out is a new folder, so that the run in {json.dumps(config.out)} stays as it is; this run starts at step 0 "
         '(checkpoint.resume = "no").\n'
     )
     return remark + resolved_toml(parse(table, source=str(path)), absolute=True)

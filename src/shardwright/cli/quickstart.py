@@ -104,7 +104,7 @@ def quickstart(
     vocab_size = _tokenise(places, say)
     config = _write_run_file(places, steps, vocab_size)
     if not _train(config, places, say, quiet=json):
-        say("              the same command goes on from there")
+        say("              the same command continues from there")
         raise typer.Exit(os.EX_TEMPFAIL)
     answer = _show(places, say)
     if json:

@@ -159,7 +159,7 @@ def _order_problems(batch: BatchSection, steps: int | None) -> Iterator[str]:
         where = f"batch.stages.{number}.{key}={getattr(given, key):,.15g}"
         if stage.from_step <= before.from_step:
             yield (
-                f"{where} is not after the stage before, which begins at step {before.from_step:,} "
+                f"{where} is not after the stage before, which starts at step {before.from_step:,} "
                 f"({before.tokens_before:,} tokens); give the stages in order"
             )
         elif steps is not None and stage.from_step >= steps:

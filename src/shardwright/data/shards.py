@@ -69,7 +69,7 @@ class TokenSplit:
     def called(self) -> str:
         """The split in a sentence."""
         if self.first_only:
-            return f"the first shard of the {self.name} split, the one that data.order='shards' evaluates,"
+            return f"the first shard of the {self.name} split, which data.order='shards' evaluates,"
         return f"the {self.name} split"
 
     @property

@@ -22,7 +22,7 @@ Typical = Callable[[Sequence[float]], float]
 
 READING = (
     "Above is the schedule, with every action as long as its op and stage took on average in this step and messages "
-    "that take no time; below is when the same actions ran. Both have the same work: what is longer below is exposed "
+    "that take no time; below is when the same actions ran. Both have the same work: a longer time below is exposed "
     "communication, waiting for other ranks, and actions that took longer than the mean of their op and stage."
 )
 

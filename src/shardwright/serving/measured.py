@@ -155,7 +155,7 @@ def _priced(line: ServingTableRow) -> ServingCase:
     assumed: list[str] = []
     if engine is None:
         engine = UNNAMED
-        assumed.append(f"no engine is named: one of today, of which {_KNOWN} are the known ones")
+        assumed.append(f"no engine is named: one of today; {_KNOWN} are known")
     degrees = _degrees(line, model, assumed)
     precision = line.precision_weights or line.precision_compute
     if not precision:

@@ -110,7 +110,7 @@ class CheckpointWeights(ShardedTensors):
     there are none.
     """
 
-    WHY_NO_MOMENTS = "the optimizer begins anew"
+    WHY_NO_MOMENTS = "the optimizer starts without states"
 
     def __init__(self, path: Path, manifest: CheckpointManifest, spec: ModelSpec, prefix: str = MODEL) -> None:
         self.path, self.manifest, self.spec = path, manifest, spec
@@ -220,7 +220,7 @@ class AveragedWeights(CheckpointWeights):
         config, step = load_kept(weights.path), weights.manifest.progress.step
         average = config.average
         if not (parts := average.parts(step, config.steps)):
-            begins = f"the average begins after step {average.first_step(config.steps):,} of the run"
+            begins = f"the average starts after step {average.first_step(config.steps):,} of the run"
             why = "its run file has average.kind='none'" if average.kind == "none" else begins
             raise CheckpointError(f"{weights.path} has no average of the weights after step {step:,}: {why}")
         super().__init__(weights.path, weights.manifest, weights.spec)
@@ -278,7 +278,7 @@ def weights_of_checkpoint(folder: Path) -> CheckpointWeights:
     if differing := [key for key, value in saved.items() if value != read.get(key)]:
         raise DamagedError(
             f"{folder}: its run file has {differing[0]}={read.get(differing[0])!r}, and its {FILE_NAME} has "
-            f"{saved[differing[0]]!r}: either the presets are those of another version of shardwright, "
+            f"{saved[differing[0]]!r}: either the presets are from another version of shardwright, "
             f"or one file is of another checkpoint"
         )
     if spec.lora is None:

@@ -80,7 +80,7 @@ class ScratchFile:
         except OSError as error:
             raise WorkerError(
                 f"optimizer states on the disk, offload_path={str(self.folder)!r}, cannot be {done}: {error.strerror}; "
-                f"checkpoints that are published are whole: go on from the last one with --resume, once the disk works"
+                f"published checkpoints are whole: continue from the last one with --resume, once the disk works"
             ) from None
 
 

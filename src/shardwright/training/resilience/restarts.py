@@ -85,7 +85,7 @@ class Restarts:
         config = self.attempt.config
         section = config.checkpoint.model_copy(update={"resume": resume})
         self.attempt = Attempt(config.model_copy(update={"checkpoint": section}), self.attempt.places)
-        begin = newest.name if newest is not None else "where the run began, as nothing was saved yet"
+        begin = newest.name if newest is not None else "the start, as nothing was saved yet"
         n = len(self.attempt.places)
         text = f"{what}, from {begin}, on {counted(n, 'rank')}{why}"
         return EventRecord("restart", 0 if newest is None else step_of(newest), text, rank)

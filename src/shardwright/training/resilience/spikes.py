@@ -97,8 +97,8 @@ class Recheck:
         result = self.second or f"loss {self.loss:.6g}, gradient norm {self.norm:.6g}"
         text = f"run again with the same samples and weights it gave another result ({result}): a faulty device"
         if len(self.suspects) == 1:
-            return f"{text}, that of {ranks_in_words(self.suspects)}"
-        return f"{text}, one of those of {ranks_in_words(self.suspects)}" if self.suspects else text
+            return f"{text}, on {ranks_in_words(self.suspects)}"
+        return f"{text}, on one of {ranks_in_words(self.suspects)}" if self.suspects else text
 
 
 def _not_finite(spike: Spike) -> tuple[str, ...]:
@@ -242,7 +242,7 @@ def in_words(by_rank: Sequence[tuple[bool, int]], names: Sequence[str]) -> str:
     if first >= 0:
         holding = [rank for rank, (_, i) in enumerate(by_rank) if i == first]
         parts.append(
-            f"the first gradient that is not finite, in the order of the backward pass, is that of {names[first]} on "
+            f"the first gradient that is not finite, in the order of the backward pass, belongs to {names[first]} on "
             f"{ranks_in_words(holding)}"
         )
     return "; ".join(parts)
