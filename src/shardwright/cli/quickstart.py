@@ -250,6 +250,6 @@ What to try next
   {command} data inspect {places.data}
   {command} train {run_file} --set out=runs/zero3 --set layout.zero=3   # parameters sharded too
   {command} report {run}
-  {command} train --keys                                     # all that a run file can say
+  {command} train --keys                                     # every key of a run file
   {command} explore {run_file}   # other layouts, models and clusters in the browser"""
     )
