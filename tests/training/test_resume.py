@@ -363,7 +363,7 @@ def test_a_folder_that_holds_a_run_is_not_written_over(run_file):
     assert "already holds a run, saved up to step-00000010; add --resume" in again.stderr
     older = run_file.parent / "out" / "checkpoints" / "step-00000005"
     back = train(run_file, "--set", f"checkpoint.resume={older}", expect=2)
-    assert "which going on from" in back.stderr
+    assert "which a run from" in back.stderr
     train(run_file, "--set", f"checkpoint.resume={older}", "--set", f"out={run_file.parent}/branch")
     assert [step for step, _, _ in trajectory(run_file, "branch")] == list(range(6, 21))
 
