@@ -270,8 +270,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir="/tmp") as name:  # a socket has no room for the name of a deep folder
         if not measured(options, log, Path(name)):
             return 0
-    flipped, kills, restarts = log.of("flips"), kills_of(log.of("kills")), log.of("restarts")
-    runs = [Chaos(**{key: value for key, value in each.items() if key != "kind"}) for each in log.of("chaos")]
+    flipped, kills, restarts = log.select("flips"), kills_of(log.select("kills")), log.select("restarts")
+    runs = [Chaos(**{key: value for key, value in each.items() if key != "kind"}) for each in log.select("chaos")]
     good = not kills.wrong and not kills.orphans and not kills.left_over and all(found.equal for found in runs)
     for each in flipped:
         good = good and each["named"] == each["n"]
@@ -311,7 +311,7 @@ def measured(options: argparse.Namespace, log: Log, folder: Path) -> bool:
 
     def kill(number: int) -> Record:
         killed_runs[:] = killed_runs or [KilledRuns(folder, tokens, options.seed)]
-        before = kills_of(log.of("kills"))
+        before = kills_of(log.select("kills"))
         found = killed_runs[0].run(number, min(10, options.kills - len(before.at)))
         say(
             f"run {number + 1}, {len(before.at) + len(found.at)} kills so far: {len(found.wrong)} wrong, "

@@ -255,7 +255,7 @@ def main() -> int:
             done = log.go_on("trial", lambda found: len(found) >= options.trials, one)
     if not done:
         return 0
-    found = log.of("quiet" if options.quiet_s else "trial")
+    found = log.select("quiet" if options.quiet_s else "trial")
     good = sum(record["good"] for record in found)
     if options.quiet_s:
         n_steps = sum(record["steps"] for record in found)

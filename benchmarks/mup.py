@@ -31,8 +31,7 @@ from shardwright.model.init import initialise
 from shardwright.model.mup import MupSpec
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
-from shardwright.training.optimizer import build_optimizer, set_learning_rate
-from shardwright.training.schedule import learning_rate
+from shardwright.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 from shardwright.verification.coordinates import at_width
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)

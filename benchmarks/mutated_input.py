@@ -56,7 +56,7 @@ def main() -> int:
 
     if not log.go_on("cases", lambda found: AT_ONCE * len(found) >= options.cases, one):
         return 0
-    found = log.of("cases")
+    found = log.select("cases")
     n_failed = sum(len(each["failed"]) for each in found)
     print(f"{n_failed} of {AT_ONCE * len(found)} cases failed; there are {len(mistyped)} mistyped numbers", flush=True)
     return int(n_failed > 0)

@@ -148,10 +148,10 @@ def measure(who: str, kind: str, data: Path, steps: int) -> dict[str, dict[str, 
     world = math.prod(LAYOUTS[kind].get(axis, 1) for axis in degrees)
     times = launched([__file__, "--child", who, kind, str(data), str(steps)], world)
     remove_run(data.parent)
-    return {who: of_ranks([rank[who] for rank in times]) for who in times[0]}
+    return {who: step_costs([rank[who] for rank in times]) for who in times[0]}
 
 
-def of_ranks(times: list[list[tuple[float, float]]]) -> dict[str, float]:
+def step_costs(times: list[list[tuple[float, float]]]) -> dict[str, float]:
     import plain
 
     walls = [max(wall for wall, _ in step) for step in zip(*times, strict=True)]

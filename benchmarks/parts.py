@@ -18,14 +18,14 @@ class Log:
         there = path is not None and path.exists()
         self.records: list[Record] = [json.loads(line) for line in path.read_text().splitlines()] if there else []
 
-    def of(self, kind: str) -> list[Record]:
+    def select(self, kind: str) -> list[Record]:
         """The records of a kind, in their order."""
         return [record for record in self.records if record["kind"] == kind]
 
     def go_on(self, kind: str, is_done: Callable[[list[Record]], bool], one: Callable[[int], Record]) -> bool:
         """Do parts of a kind, each by its number, until `is_done` of their records says so. Whether it does."""
-        while not is_done(self.of(kind)):
-            number = len(self.of(kind))
+        while not is_done(self.select(kind)):
+            number = len(self.select(kind))
             if time.monotonic() > self.until_s:
                 print(f"{kind}: {number} done; give the command again", flush=True)
                 return False

@@ -155,7 +155,7 @@ class Dry:
     seconds: float
 
     @staticmethod
-    def of(record: RankRecord, seconds: float = 0.0) -> "Dry":
+    def from_record(record: RankRecord, seconds: float = 0.0) -> "Dry":
         """Of a record, without the numbers of a few bytes and the scores that are computed again."""
         priced = [
             each for each in record.messages if each.action not in NOT_PRICED and not each.dtype.startswith("int")
@@ -177,7 +177,7 @@ def dry_of(each: Pair) -> Dry:
     """Run the fullest rank of a pair dry."""
     began, config = time.perf_counter(), each.config
     record = dry_run(config, DryRunSettings(1e15), fullest_by_plan(config), remedies=False).fullest
-    return Dry.of(record, time.perf_counter() - began)
+    return Dry.from_record(record, time.perf_counter() - began)
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class Compared:
     flops: tuple[float, float] | None
 
     @staticmethod
-    def of(config: RunConfig, dry: Dry) -> "Compared":
+    def from_run(config: RunConfig, dry: Dry) -> "Compared":
         """Of a run file and the dry run of one of its ranks."""
         layout, plan = config.layout.layout(), planned(config, dry.rank)
         assert not isinstance(plan, str), plan
@@ -293,7 +293,7 @@ def main() -> None:
     given.results.mkdir(parents=True, exist_ok=True)
     found: dict[str, Compared] = {}
     for name in given.only:
-        found[name] = each = Compared.of(PAIRS[name].config, kept_or_run(name, given.results))
+        found[name] = each = Compared.from_run(PAIRS[name].config, kept_or_run(name, given.results))
         print(f"{name}: {each.difference:+.2%}, {each.dry.seconds:.0f} s", flush=True)
         if given.parts:
             print(*each.parts, sep="\n", flush=True)

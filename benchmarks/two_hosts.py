@@ -60,7 +60,7 @@ TOLERANCE = 1e-5
 class OnHosts(TrainRun):
     """A run of `shardwright train` on two hosts, each with a torchrun."""
 
-    def on(self, link: Link, ranks: int, nodes: str, max_restarts: int) -> "OnHosts":
+    def set_hosts(self, link: Link, ranks: int, nodes: str, max_restarts: int) -> "OnHosts":
         """Set where it is to run, with `ranks` on each host, before `begin`."""
         self.link, self.ranks, self.nodes, self.max_restarts = link, ranks, nodes, max_restarts
         return self
@@ -164,7 +164,7 @@ class Trials:
     def begun(self, name: str, *settings: str, nodes: str = "2", max_restarts: int = 0) -> OnHosts:
         """A run that has begun on both hosts."""
         run = OnHosts(self.folder / name, self.tokens, self.steps, [*self.settings, *settings])
-        run.on(self.link, self.ranks, nodes, max_restarts).begin()
+        run.set_hosts(self.link, self.ranks, nodes, max_restarts).begin()
         return run
 
     def equal(self, run: OnHosts, seen: Seen) -> None:

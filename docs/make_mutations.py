@@ -124,7 +124,7 @@ def _caught_by(bug: Any) -> str:
     elif hasattr(bug, "dtype"):
         way = _by_verify(bug)
     else:
-        way = "resume" + _with([_feature(bug.spec)])
+        way = "resume" + _feature_suffix([_feature(bug.spec)])
     return f"crash: {way}" if bug.crashes else way
 
 
@@ -151,7 +151,7 @@ def _by_verify(bug: Any) -> str:
         names.append(f"`precision.fp8={bug.fp8.recipe}`")
     if bug.optimizer != "adamw":
         names.append(f"optimizer {bug.optimizer}")
-    return ", ".join(ways) + _with(names)
+    return ", ".join(ways) + _feature_suffix(names)
 
 
 def _in_matrix(case: Case, layout: Layout) -> bool:
@@ -167,7 +167,7 @@ def _feature(spec: Any) -> str:
     return "experts" if spec.moe else "a tied embedding" if spec.tied_embedding else ""
 
 
-def _with(names: list[str]) -> str:
+def _feature_suffix(names: list[str]) -> str:
     found = ", ".join(filter(None, names))
     return f"; with {found}" if found else ""
 

@@ -64,7 +64,7 @@ class Streams:
         return getattr(self._here, "stream", self.default)
 
     @contextmanager
-    def on(self, stream: "FakeStream") -> Iterator[None]:
+    def switch_to(self, stream: "FakeStream") -> Iterator[None]:
         """What `torch.cuda.stream` does."""
         before, self._here.stream = self.current, stream
         try:
@@ -230,7 +230,7 @@ def watched(streams: Streams) -> Iterator[None]:
     def all_reduce(tensor: Tensor, *_: Any, async_op: bool = False) -> FakeEvent:
         stream = FakeStream(streams)
         stream.wait_stream(streams.current)
-        with streams.on(stream):
+        with streams.switch_to(stream):
             streams.ran("all_reduce", [tensor], [tensor])
         work = stream.record_event()
         if not async_op:
@@ -244,7 +244,7 @@ def watched(streams: Streams) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, _Watched(streams):
         patch.setattr(torch.cuda, "Stream", lambda *_: FakeStream(streams))
         patch.setattr(torch.cuda, "Event", lambda **_: FakeEvent(streams))
-        patch.setattr(torch.cuda, "stream", streams.on)
+        patch.setattr(torch.cuda, "stream", streams.switch_to)
         patch.setattr(torch.cuda, "current_stream", lambda *_: streams.current)
         patch.setattr(torch.cuda, "default_stream", lambda *_: streams.default)
         patch.setattr(Tensor, "record_stream", lambda x, stream: streams.record(x, stream))

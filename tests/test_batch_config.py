@@ -36,7 +36,7 @@ def config_of(tmp_path: Path, *stages: str, overrides: tuple[str, ...] = ()) -> 
         (["from_step = 4"], "batch.stages.0 changes nothing; give one or more of global_batch, micro_batch, seq_len"),
         (
             ["from_step = 4, global_batch = 16", "from_tokens = 1e3, global_batch = 8"],
-            "batch.stages.1.from_tokens=1,000 is not after the stage before, which begins at step 4 (2,048 tokens)",
+            "batch.stages.1.from_tokens=1,000 is not after the stage before, which starts at step 4 (2,048 tokens)",
         ),
         (["from_step = 20, global_batch = 16"], "from_step=20 is not reached: the run has steps=20 (10,240 tokens)"),
         (["from_step = 4, global_batch = 18"], "batch.stages.0: batch.global_batch=18 is not a multiple of"),

@@ -213,7 +213,7 @@ def test_a_missing_key_says_what_it_is(tmp_path: Path):
     problems = refused(tmp_path, 'out = "x"\nsteps = 1\n[batch]\nseq_len = 8\nglobal_batch = 1\n')
     assert len(problems) == 1
     assert "data: missing" in problems[0]
-    assert "Where the tokens are" in problems[0]
+    assert "The place of the tokens" in problems[0]
 
 
 @pytest.mark.parametrize(
@@ -260,11 +260,15 @@ def test_a_resolved_file_reads_back_as_the_same_configuration(out: str, lr: floa
 
 
 def test_sequence_parallel_is_on_with_tp_unless_it_is_set():
-    def of(**layout: object) -> bool:
+    def sequence_parallel(**layout: object) -> bool:
         table = {"out": "x", "steps": 1, "data": {"path": "x"}, "batch": {"seq_len": 4, "global_batch": 4}}
         return parse(table | {"layout": layout}).layout.layout().sequence_parallel
 
-    assert [of(), of(tp=2), of(tp=2, sequence_parallel=False)] == [False, True, False]
+    assert [sequence_parallel(), sequence_parallel(tp=2), sequence_parallel(tp=2, sequence_parallel=False)] == [
+        False,
+        True,
+        False,
+    ]
 
 
 def test_a_type_that_is_not_supported_is_no_misspelling_of_another(tmp_path: Path):

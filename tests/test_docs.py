@@ -190,6 +190,12 @@ def test_every_file_and_function_named_is_there(page: Path):
 
 
 @pages()
+def test_no_output_shown_has_a_line_number_of_our_code_which_the_next_change_moves(page: Path):
+    text = page.read_text(encoding="utf-8")
+    assert not re.search(r'(?<!site-packages/)\b(?:src/shardwright|parallel|training)/[\w/]+\.py(?::|", line )\d', text)
+
+
+@pages()
 def test_every_key_named_is_one_of_the_run_file(page: Path):
     sections = {key.partition(".")[0] for key in known_keys() if "." in key}
     # Names of keys alone, as `layout.zero` or `layout.zero = 2`; config.py and the like are files.

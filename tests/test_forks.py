@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.system import forks, openmp
+from shardwright.system import control_groups, forks
 from tests.marks import prove
 
 
@@ -161,7 +161,7 @@ def test_an_address_of_the_length_that_is_let_through_can_be_bound(name: str, mo
 @pytest.mark.parametrize(
     ("given", "seen"),
     [
-        ({}, str(openmp.SPINS)),
+        ({}, str(control_groups.SPINS)),
         ({"OMP_WAIT_POLICY": "ACTIVE"}, None),
         ({"GOMP_SPINCOUNT": "7"}, "7"),
     ],

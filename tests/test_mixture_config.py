@@ -88,11 +88,11 @@ def test_every_problem_of_a_mixture_is_told_at_once():
         "the weight of 'web' is 0, and must be above 0",
         "'idle' has no weight and no stage names it",
         "data.stages.0.weights.wbe: there is no such source; did you mean 'web'?",
-        "data.stages.1.from_step=30 must be after that of the stage before, 30",
+        "data.stages.1.from_step=30 must be later than from_step of the stage before, 30",
         "data.stages.1.weights is empty",
         "data.stages.2.from_step=50 is not reached: the run has steps=50",
         "data.stages.2.weights: the weight of 'web' is -2",
-        "data.stages.3.from_step=0 must be after that of the stage before, 50",
+        "data.stages.3.from_step=0 must be later than from_step of the stage before, 50",
     ):
         assert [said in problem for problem in problems].count(True) == 1, (said, problems)
 

@@ -14,7 +14,7 @@ class Base:
 
 class Scaling(Base):
     @staticmethod
-    def by(x: int) -> int:
+    def triple(x: int) -> int:
         return x * 3
 
     def scaled(self, x: int) -> int:
@@ -24,7 +24,7 @@ class Scaling(Base):
             1,
         ):
             total += part
-        return self.by(super().scaled(total))
+        return self.triple(super().scaled(total))
 
 
 def doubled(x: int) -> int:
@@ -44,7 +44,7 @@ def test_a_method_still_calls_the_function_of_its_module_that_is_named_as_it_is(
 
 def test_a_changed_expression_statement_or_static_method_is_what_runs_and_only_in_the_with():
     with mutated(
-        Mutation(f"{__name__}:Scaling.by", "x*3", "x * 5"),
+        Mutation(f"{__name__}:Scaling.triple", "x*3", "x * 5"),
         Mutation(f"{__name__}:Scaling.scaled", "(x, 1)", "(x,)"),
         Mutation(f"{__name__}:Scaling.scaled", "total += part", "total += part; total += 100"),
     ):
@@ -54,7 +54,7 @@ def test_a_changed_expression_statement_or_static_method_is_what_runs_and_only_i
 
 def test_one_that_no_longer_applies_or_applies_twice_or_changes_nothing_says_so():
     for before, after, words in (
-        ("x * 4", "x", r"Scaling\.by holds 0 of 'x \* 4':\n@staticmethod"),
+        ("x * 4", "x", r"Scaling\.triple holds 0 of 'x \* 4':\n@staticmethod"),
         ("return x * 4", "return x", "holds 0 of"),
         ("int", "str", "holds 2 of"),
         ("x*3", "(x * 3)", "changes nothing"),
@@ -63,7 +63,7 @@ def test_one_that_no_longer_applies_or_applies_twice_or_changes_nothing_says_so(
             pytest.raises(AssertionError, match=words),
             mutated(
                 Mutation(f"{__name__}:Scaling.scaled", "total = 0", "total = 7"),
-                Mutation(f"{__name__}:Scaling.by", before, after),
+                Mutation(f"{__name__}:Scaling.triple", before, after),
             ),
         ):
             pass

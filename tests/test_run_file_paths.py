@@ -53,7 +53,7 @@ def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder / "run.toml"
 
 
-def of(config: RunConfig) -> dict:
+def flat_values(config: RunConfig) -> dict:
     return flat(config.model_dump())
 
 
@@ -61,7 +61,7 @@ def test_paths_of_a_run_file_are_relative_to_its_folder_wherever_it_is_read(run_
     for working in (tmp_path, run_file.parent, tmp_path / "above"):
         monkeypatch.chdir(working)
         config = load(os.path.relpath(run_file))
-        found = of(config)
+        found = flat_values(config)
         for key, expected in PATHS.items():
             wanted = expected if isinstance(expected, list) else [expected]
             wanted = [each.format(here=run_file.parent, above=run_file.parent.parent) for each in wanted]
@@ -83,8 +83,8 @@ def test_the_kept_run_file_means_the_same_from_every_folder(run_file, tmp_path, 
     monkeypatch.chdir(tmp_path)
     config = load("kept.toml")
     assert config.out == str(run_file.parent / "runs" / "a")
-    assert of(load("above/here/run.toml")).keys() == of(config).keys()
-    assert not [v for k, v in of(config).items() if k in PATHS and isinstance(v, str) and not os.path.isabs(v)]
+    assert flat_values(load("above/here/run.toml")).keys() == flat_values(config).keys()
+    assert not [v for k, v in flat_values(config).items() if k in PATHS and isinstance(v, str) and not os.path.isabs(v)]
 
 
 def test_a_kept_run_file_of_an_earlier_version_is_relative_to_the_working_folder(run_file, tmp_path, monkeypatch):
@@ -108,7 +108,7 @@ def test_a_moved_run_is_not_started_anew_in_its_old_place(run_file, tmp_path, mo
     (moved / "run.toml").write_text(resolved_toml(config, absolute=True))
     assert load(moved / "run.toml", started=True).out == config.out, "a copy of the run file alone"
     (moved / "metrics.jsonl").write_text("")
-    with pytest.raises(ConfigError, match=rf"the run in this folder was moved .*; go on with it by --set out={moved},"):
+    with pytest.raises(ConfigError, match=rf"the run in this folder was moved .*; continue it by --set out={moved},"):
         load(moved / "run.toml", started=True)
     assert load(moved / "run.toml").out == config.out, "what is only read"
     assert load(moved / "run.toml", [f"out={moved}"], started=True).out == str(moved)

@@ -85,7 +85,7 @@ class ShardwrightLM(TemplateLM):
             self.text = source.text()
             if not self.text.ends and self.text.begin is None:
                 problems.append(
-                    f"{path} names no token that begins or ends a text; give eos_token_id in its config.json"
+                    f"{path} names no token that starts or ends a text; give eos_token_id in its config.json"
                 )
         if problems:
             raise InputError(*problems)

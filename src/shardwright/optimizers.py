@@ -133,7 +133,7 @@ class OptimizerKind:
                 if option.decay and options[key] >= SLOWEST_BF16_DECAY:
                     yield (
                         f"optimizer.{key}={options[key]:g} with {bf16}: a state that falls by {1 - options[key]:.2g} "
-                        f"of itself a step, not more than 2^-8 = {2.0**-8:.2g}, may be rounded back to what it was, "
+                        f"of itself a step, not more than 2^-8 = {2.0**-8:.2g}, may be rounded back to its old value, "
                         f"since bf16 has 8 significant bits; valid: {key} below {SLOWEST_BF16_DECAY:.4g}, or "
                         f"state_dtype='parameters'"
                     )

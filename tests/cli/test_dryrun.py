@@ -109,7 +109,7 @@ def test_what_does_not_fit_is_answered_with_1(run_file: Path):
         ((), "the memory of a rank's device is not known; give --device-memory 80GiB"),
         (("--device-memory", "80GiB", "--steps", "1000000"), "1,000,000 steps: at most 100 are taken"),
         (("--device-memory", "80"), "device memory 80: a number above 0 and a unit are needed"),
-        (("--device-memory", "80GiB", "--cluster", "h100"), "both say how much memory there is"),
+        (("--device-memory", "80GiB", "--cluster", "h100"), "both set the memory"),
         (("--cluster", "h1000"), "cluster 'h1000' is not known"),
         (("--cluster", "h100:7"), "it has 7 accelerators, and the layout of the run file"),
         (("--device-memory", "80GiB", "--rank", "0", "--ranks", "all"), "--rank 0 and --ranks all: leave one out"),

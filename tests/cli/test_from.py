@@ -83,7 +83,7 @@ def test_a_second_layout_of_a_configuration_is_announced_once(tmp_path: Path, ca
         from_=[tmp_path / "a.sh"], cluster="h100:4", overrides_b=["layout.tp=1", "layout.dp_shard=2"]
     )
     assert [each.layout.layout().tp for each in _configs(options)] == [2, 1]
-    assert capsys.readouterr().err.count("plan --from shows what was read") == 1
+    assert capsys.readouterr().err.count("plan --from shows the settings that were read") == 1
 
 
 def test_contradicting_and_missing_options_are_named(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_every_wrong_stage_is_told_and_a_stage_has_the_length_of_the_run_file(tm
     result = plan(*options, "1:8,nonsense,2e5:0", columns=400)
     assert result.exit_code == 2
     for said in (
-        "'1:8': the first stage begins at 0",
+        "'1:8': the first stage starts at 0",
         "'nonsense': write TOKENS:BATCH",
         "'2e5:0': a batch and a length",
     ):

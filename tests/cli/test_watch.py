@@ -202,10 +202,16 @@ def test_a_folder_that_is_copied_while_it_is_written_is_read_at_every_length(tmp
     ("step", "owner", "quiet_s", "ended", "told"),
     [
         (100, "gone", 0, True, "all 100 steps are done"),
-        (100, "there", 0, False, "the run goes on to its end"),
+        (100, "there", 0, False, "the run continues to its end"),
         (50, "there", 1000, False, "step 50 of 100"),
         (50, "gone", 0, False, "stopped after step 50 of 100: its process is gone"),  # it may be restarted
-        (50, "gone", 1000, True, "written last 16 min 40 s ago; no checkpoint is complete, so it can only start anew"),
+        (
+            50,
+            "gone",
+            1000,
+            True,
+            "written last 16 min 40 s ago; no checkpoint is complete, so it can only start again from step 0",
+        ),
         (50, "elsewhere", 1000, False, "not a process of this machine"),
         (100, "elsewhere", 0, True, "all 100 steps are done"),
     ],

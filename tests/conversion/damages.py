@@ -52,7 +52,7 @@ def _flip(at: int, mask: int) -> Callable[[bytes], bytes]:
     return lambda content: content[:at] + bytes([content[at] ^ mask]) + content[at + 1 :]
 
 
-def of_files(folder: Path, random: Random, n_flips: int) -> Iterator[Damage]:
+def file_damages(folder: Path, random: Random, n_flips: int) -> Iterator[Damage]:
     """Yield damages of each file: removed, emptied, cut, longer, a byte flipped, and replaced by another file."""
     files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     for name in files:
@@ -69,7 +69,7 @@ def of_files(folder: Path, random: Random, n_flips: int) -> Iterator[Damage]:
             yield f"{name} {REPLACED} {each}", _bytes(name, lambda _, content=content: content)
 
 
-def of_values(folder: Path, random: Random, per_file: int) -> Iterator[Damage]:
+def value_damages(folder: Path, random: Random, per_file: int) -> Iterator[Damage]:
     """Yield damages of values: of each JSON file and each pickle, `per_file` of them, drawn."""
     for path in sorted(each for each in folder.rglob("*") if each.is_file()):
         name = path.relative_to(folder).as_posix()
@@ -112,14 +112,14 @@ def _variants(value: Any, random: Random) -> Iterator[tuple[str, Any]]:
         parts = list(vars(value))
     for key in parts:
         of = value[key] if isinstance(value, dict | list | tuple) else vars(value)[key]
-        yield f".{key} missing", _with(value, key, _NOTHING)
+        yield f".{key} missing", _replaced(value, key, _NOTHING)
         for place, other in _variants(of, random):
-            yield f".{key}{place}", _with(value, key, other)
+            yield f".{key}{place}", _replaced(value, key, other)
     for other in random.sample(_OTHERS, 4):
         yield f" = {other!r}", other
 
 
-def _with(value: Any, key: Any, other: Any) -> Any:
+def _replaced(value: Any, key: Any, other: Any) -> Any:
     if isinstance(value, list | tuple):
         parts = [each for each in (*value[:key], other, *value[key + 1 :]) if each is not _NOTHING]
         try:

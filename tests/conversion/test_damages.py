@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwright.config import load
 from shardwright.conversion.formats import convert, read_state
 from shardwright.system.errors import InputError
-from tests.conversion.damages import REPLACED, Damage, of_files, of_values
+from tests.conversion.damages import REPLACED, Damage, file_damages, value_damages
 from tests.conversion.test_convert import write_run_file as write_run_file_64
 from tests.conversion.test_megatron import write_run_file
 from tests.conversion.torchtitan_loop import train_ranks
@@ -104,7 +104,7 @@ def test_a_damaged_checkpoint_is_refused_or_has_the_bits_of_the_whole_one(
     folder.mkdir()
     expected, problems = state_of(tmp_path / "whole"), {}
     random = Random(0)
-    damages = [*of_files(source, random, n_flips=6), *of_values(source, random, per_file=40)]
+    damages = [*file_damages(source, random, n_flips=6), *value_damages(source, random, per_file=40)]
     assert len(damages) > MOST
     for damage in random.sample(damages, min(MOST, len(damages))):
         values = expected if is_seen(kind, damage) else None

@@ -83,7 +83,7 @@ def write_zero(folder: Path, values: Values, stage: int, n_ranks: int, config: A
         name = f"zero_pp_rank_{rank}_mp_rank_00"
         if stage == 3 or rank == 0:
             torch.save(model, step_folder / f"{name if stage == 3 else 'mp_rank_00'}_model_states.pt")
-        state = _of_rank(values, groups, stage, rank, n_ranks)
+        state = _rank_states(values, groups, stage, rank, n_ranks)
         if bf16:
             del state["zero_stage"], state["loss_scaler"]
         with under_their_names():
@@ -91,7 +91,7 @@ def write_zero(folder: Path, values: Values, stage: int, n_ranks: int, config: A
             torch.save(content, step_folder / f"{'bf16_' * bf16}{name}_optim_states.pt")
 
 
-def _of_rank(values: Values, groups: list[list[str]], stage: int, rank: int, n_ranks: int) -> dict[str, Any]:
+def _rank_states(values: Values, groups: list[list[str]], stage: int, rank: int, n_ranks: int) -> dict[str, Any]:
     cut = _cut_parameters if stage == 3 else _cut_groups
     flat = [{kind: cut(each, group, rank, n_ranks) for kind, each in values.items()} for group in groups]
     step = torch.tensor(float(STEP))

@@ -33,7 +33,7 @@ S, B, H, A = 2048, 4, GPT.d_model, GPT.n_heads
 SQUARE = 5 * A * S / H
 
 
-def of_layer(job: Job, candidates: Candidates) -> activations.LayerActivations:
+def last_layer(job: Job, candidates: Candidates) -> activations.LayerActivations:
     """The last layer, which has experts where the model does."""
     return activations.layer(job, candidates, list(blocks(job.model))[-1])
 
@@ -52,18 +52,18 @@ def of_layer(job: Job, candidates: Candidates) -> activations.LayerActivations:
 )
 def test_a_gpt_layer_keeps_what_table_2_of_korthikanti_says(tp: int, sequence_parallel: bool, recompute: str, expected):
     candidates = one(B, recompute, tp=tp, sequence_parallel=sequence_parallel)
-    kept = of_layer(job(GPT, MEGATRON, S), candidates).kept[0]
+    kept = last_layer(job(GPT, MEGATRON, S), candidates).kept[0]
     assert kept == pytest.approx(expected * S * B * H, rel=1e-12)
 
 
 def test_weight_gradients_alone_need_32_sbh_as_zero_bubble_counts():
-    waiting = of_layer(job(GPT, MEGATRON, S), one(B)).waiting[0]
+    waiting = last_layer(job(GPT, MEGATRON, S), one(B)).waiting[0]
     assert waiting == pytest.approx(32 * S * B * H, rel=1e-12)
 
 
 def test_fused_attention_keeps_a_number_for_each_head_and_token_instead_of_the_square():
     stored, fused = (
-        of_layer(job(GPT, stack, S), one(B)).kept[0] for stack in (MEGATRON, replace(MEGATRON, flash_attention=True))
+        last_layer(job(GPT, stack, S), one(B)).kept[0] for stack in (MEGATRON, replace(MEGATRON, flash_attention=True))
     )
     assert fused == pytest.approx(34 * S * B * H + 4 * A * S * B)
     assert stored - fused == pytest.approx((SQUARE * H - 4 * A) * S * B)
@@ -114,22 +114,22 @@ def test_shares_are_those_of_figure_7_of_korthikanti(row: dict[str, str]):
     recompute = "selective" if "selective" in mode else "full" if mode == "full" else "none"
     candidates = one(RUNS[row["model"]][0], recompute, tp=8, sequence_parallel="SP" in mode)
     baseline = one(RUNS[row["model"]][0], "none", tp=8)
-    found, whole = (of_layer(job(spec, MEGATRON, S), each).kept[0] for each in (candidates, baseline))
+    found, whole = (last_layer(job(spec, MEGATRON, S), each).kept[0] for each in (candidates, baseline))
     assert 100 * found / whole == pytest.approx(float(row["value"]), rel=0.02)
 
 
 def test_torchtitan_keeps_every_second_product_and_attention():
     spec = resolve("llama-3.1-8b")
     q, kv, f = 4096, 1024, 14336
-    read = of_layer(job(spec, FSDP_COMPILED, 8192), one(2, "selective", dp_shard=8, zero=3)).kept[0]
-    listed = of_layer(job(spec, FSDP, 8192), one(2, "selective", dp_shard=8, zero=3)).kept[0]
+    read = last_layer(job(spec, FSDP_COMPILED, 8192), one(2, "selective", dp_shard=8, zero=3)).kept[0]
+    listed = last_layer(job(spec, FSDP, 8192), one(2, "selective", dp_shard=8, zero=3)).kept[0]
     assert read == 2 * 8192 * 2 * (4096 + q + kv + q + f), "the block's input, q, v, attention, gate"
     assert listed - read == 2 * 8192 * 2 * 4096, "what down gives, which no one reads"
 
 
 def test_experts_keep_rows_for_every_choice_of_a_token():
     spec = resolve("deepseek-v3")
-    layer = of_layer(job(spec, MEGATRON_CORE), one(dp_shard=8, zero=1, ep=8))
+    layer = last_layer(job(spec, MEGATRON_CORE), one(dp_shard=8, zero=1, ep=8))
     assert layer.experts[0] == 4096 * 8 * 7168 * 2
     assert layer.kept[0] > layer.experts[0] + 4096 * 8 * 3 * 2048 * 2
 
@@ -167,8 +167,8 @@ SMALL = {
 @pytest.mark.parametrize("name", SMALL)
 def test_a_layer_keeps_what_autograd_saves(name: str, precision: str):
     spec = SMALL[name]
-    found = of_one_layer(spec, precision)
-    formula = of_layer(job(spec, SHARDWRIGHT, 64, 2, precision), one(2)).kept[0]
+    found = saved_by_last_layer(spec, precision)
+    formula = last_layer(job(spec, SHARDWRIGHT, 64, 2, precision), one(2)).kept[0]
     # Latent attention has two RMSNorms, which on a CPU keep copies in fp32 of what they read and give.
     copies = 128 * (48 + 32) * (4 if precision == "fp32" else 6) if spec.latent_attention else 0
     # Means, variances, indices and counts are not in the formula.
@@ -183,9 +183,9 @@ def test_a_layer_keeps_what_autograd_saves(name: str, precision: str):
 def test_a_layer_keeps_less_by_what_autograd_saves_less(name: str, parts: tuple[str, ...], precision: str):
     spec = SMALL[name]
     layouts = Layout(), Layout(recompute="selective", recompute_modules=parts)
-    every, some = (of_one_layer(spec, precision, each) for each in ((), parts))
+    every, some = (saved_by_last_layer(spec, precision, each) for each in ((), parts))
     the_job = job(spec, SHARDWRIGHT, 64, 2, precision)
-    kept, less = (of_layer(the_job, Candidates.from_layout(each, 2)).kept[0] for each in layouts)
+    kept, less = (last_layer(the_job, Candidates.from_layout(each, 2)).kept[0] for each in layouts)
     # Latent attention has two RMSNorms, which on a CPU keep copies in fp32 of what they read and give.
     norms = spec.latent_attention and "norms" in parts
     copies = 128 * (48 + 32) * (4 if precision == "fp32" else 6) if norms else 0
@@ -195,7 +195,7 @@ def test_a_layer_keeps_less_by_what_autograd_saves_less(name: str, parts: tuple[
     assert kept - less == pytest.approx(every - some - copies, abs=statistics)
 
 
-def of_one_layer(spec: ModelSpec, precision: str, parts: tuple[str, ...] = ()) -> int:
+def saved_by_last_layer(spec: ModelSpec, precision: str, parts: tuple[str, ...] = ()) -> int:
     """Bytes that autograd saves of the last layer; in fp32 with keys and values for all heads, as on a GPU."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     with assumed("cuda") if precision == "fp32" else nullcontext():

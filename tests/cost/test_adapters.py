@@ -212,7 +212,7 @@ def compared(
 
     each = plan_memory.pair(preset, (2048, 16, 1), n_layers=n_layers, **layout)
     config = parse(each.config.model_dump(exclude_unset=True) | {"lora": lora, "init": {"weights": "none"}})
-    return plan_memory.Compared.of(config, plan_memory.dry_of(type("WithAdapters", (), {"config": config})))
+    return plan_memory.Compared.from_run(config, plan_memory.dry_of(type("WithAdapters", (), {"config": config})))
 
 
 @pytest.mark.prove

@@ -38,7 +38,7 @@ def on_plain_links(stack: Stack | None = None, inside: float = GB_PER_S, interfe
     return replace(job(stack=stack), cluster=where)
 
 
-def of_layer(the_job: Job, **layout: int | bool | str) -> Passes:
+def layer_passes(the_job: Job, **layout: int | bool | str) -> Passes:
     (block,) = blocks(the_job.model)
     return layer(the_job, candidates(**layout), block)
 
@@ -51,7 +51,7 @@ def over_tp(passes: Passes) -> tuple[float, float]:
 def test_a_layer_gathers_and_scatters_twice_forward_and_three_times_each_way_backward():
     """Two regions: of each the gather of the result's gradient is exposed, the gather of the input beside the input
     gradients and the scatter of its gradient beside the weight gradients slow these by a fifth of their own time."""
-    forward, backward = over_tp(of_layer(on_plain_links(), tp=2))
+    forward, backward = over_tp(layer_passes(on_plain_links(), tp=2))
     assert forward == pytest.approx(4 * ONE_S)
     assert backward == pytest.approx(2 * ONE_S + 0.2 * 2 * ONE_S + 0.2 * 2 * ONE_S)
 
@@ -73,16 +73,20 @@ def test_matrices_with_plans_of_their_own_send_the_messages_of_a_published_profi
     and 20 heads, and 9,679 all-gathers: 8 and 12 of a layer (benchmarks/profiling/13b_24gpu_profiling.md). A compiled
     graph gathers a tensor once for all matrices that read it. Without token shards only sums are sent."""
     on_shards = {"tp": 4, "sequence_parallel": True, "recompute": FULL}
-    assert sent(of_layer(job(stack=BY_MATRIX), **on_shards)) == {
+    assert sent(layer_passes(job(stack=BY_MATRIX), **on_shards)) == {
         "all_gather": 12, "reduce_scatter": 8, "all_reduce": 0
     }  # fmt: skip
     compiled = replace(STACKS["fsdp-compiled"], tp_by_matrix=True)
-    assert sent(of_layer(job(stack=compiled), **on_shards)) == {
+    assert sent(layer_passes(job(stack=compiled), **on_shards)) == {
         "all_gather": 6, "reduce_scatter": 8, "all_reduce": 0
     }  # fmt: skip
     whole = on_shards | {"sequence_parallel": False}
-    assert sent(of_layer(job(stack=BY_MATRIX), **whole)) == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 8}
-    assert sent(of_layer(job(stack=STACKS["fsdp"]), **whole)) == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 5}
+    assert sent(layer_passes(job(stack=BY_MATRIX), **whole)) == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 8}
+    assert sent(layer_passes(job(stack=STACKS["fsdp"]), **whole)) == {
+        "all_gather": 0,
+        "reduce_scatter": 0,
+        "all_reduce": 5,
+    }
 
 
 def test_a_head_with_a_plan_of_its_own_is_whole_without_token_shards():
@@ -100,26 +104,26 @@ def test_collectives_on_token_shards_copy_the_tensor_where_tokens_are_not_the_fi
     )
     the_job = on_plain_links(stack)
     once = 2 * WHOLE / float(reached_bytes_per_s(the_job))
-    copied, plain = (np.array(over_tp(of_layer(on_plain_links(each), tp=2))) for each in (stack, uncopied))
+    copied, plain = (np.array(over_tp(layer_passes(on_plain_links(each), tp=2))) for each in (stack, uncopied))
     assert copied[0] - plain[0] == pytest.approx(4 * once)
-    assert over_tp(of_layer(the_job, tp=2, sequence_parallel=False)) == over_tp(
-        of_layer(on_plain_links(uncopied), tp=2, sequence_parallel=False)
+    assert over_tp(layer_passes(the_job, tp=2, sequence_parallel=False)) == over_tp(
+        layer_passes(on_plain_links(uncopied), tp=2, sequence_parallel=False)
     )
     fused = replace(in_pieces, speed=replace(in_pieces.speed, copies_tokens=False))
-    backward = [over_tp(of_layer(on_plain_links(each), tp=2))[1] for each in (in_pieces, fused)]
+    backward = [over_tp(layer_passes(on_plain_links(each), tp=2))[1] for each in (in_pieces, fused)]
     # The sums of gradients are neither cut into pieces nor next to the weight gradients: 0.8 of them is added, too.
     assert backward[0] - backward[1] == pytest.approx(2 * once + 0.8 * 2 * ONE_S)
 
 
 def test_a_split_backward_pass_has_no_weight_gradients_beside_its_messages():
-    forward, backward = over_tp(of_layer(on_plain_links(), tp=2, pp=2, pp_schedule="zb-h1"))
+    forward, backward = over_tp(layer_passes(on_plain_links(), tp=2, pp=2, pp_schedule="zb-h1"))
     assert forward == pytest.approx(4 * ONE_S)
     assert backward == pytest.approx(2 * ONE_S + 0.2 * 2 * ONE_S + 2 * ONE_S)
 
 
 def test_in_pieces_all_but_the_first_piece_of_a_message_overlaps():
     core = on_plain_links(STACKS["megatron-core"])
-    forward, backward = over_tp(of_layer(core, tp=2))
+    forward, backward = over_tp(layer_passes(core, tp=2))
     assert forward == pytest.approx(4 * ONE_S / 2 + 0.2 * 4 * ONE_S)
     assert backward == pytest.approx(2 * ONE_S / 2 + 0.2 * 4 * ONE_S + 0.2 * 2 * ONE_S)
 
@@ -129,7 +133,7 @@ def test_a_matmul_hides_no_more_than_its_own_time(schedule: str):
     """On links a hundred times slower messages take longer than the matmuls beside them: of those in F, and in I those
     of gradients of results, of inputs again, and where there is no W in the pass of gradients of inputs."""
     core = on_plain_links(STACKS["megatron-core"], inside=GB_PER_S / 100)
-    passes = of_layer(core, tp=2, pp=2, pp_schedule=schedule)
+    passes = layer_passes(core, tp=2, pp=2, pp_schedule=schedule)
     matmuls = {name: float(part["matmuls"][0]) for name, part in passes.parts.items()}
     slow_s = 100 * (ONE_S - LATENCY_S) + LATENCY_S
     beside = {"I": 6 * slow_s} if schedule == "zb-h1" else {"I": 4 * slow_s, "W": 2 * slow_s}
@@ -159,7 +163,7 @@ def over_cp(passes: Passes) -> tuple[float, float]:
 def test_zigzag_sends_keys_and_values_once_forward_and_their_gradients_in_fp32_once_more():
     """Two ranks of 2048 tokens with 8 heads of keys and values of 128, over links so slow that attention to what is
     there does not hide them; each hop then merges 10 bytes an element of the output, of 0.9 x 2039 GB/s."""
-    passes = of_layer(on_plain_links(inside=GB_PER_S / 1000), cp=2)
+    passes = layer_passes(on_plain_links(inside=GB_PER_S / 1000), cp=2)
     attention = [float(part["attention"][0]) for part in (passes.forward, passes.backward_input)]
     hop_s = 1000 * 2048 * 8 * 2 * 128 * 2 / GB_PER_S + LATENCY_S
     merging_s = 10 * 2048 * 4096 / (0.9 * 2039e9 * CALIBRATED.memory_share)
@@ -170,7 +174,7 @@ def test_zigzag_sends_keys_and_values_once_forward_and_their_gradients_in_fp32_o
 
 def test_gathered_keys_and_values_are_gathered_again_and_their_gradients_exchanged():
     sent_s = 2 * 2048 * 8 * 2 * 128 * 2 / 2 / GB_PER_S + LATENCY_S
-    forward, backward = over_cp(of_layer(on_plain_links(), cp=2, cp_method="allgather"))
+    forward, backward = over_cp(layer_passes(on_plain_links(), cp=2, cp_method="allgather"))
     assert forward == pytest.approx(sent_s)
     assert backward == pytest.approx(2 * sent_s)
 
@@ -181,7 +185,7 @@ def test_ulysses_sends_each_rank_a_head_of_keys_and_values_in_two_messages_each_
     one_head = replace(PRESETS["llama-3.1-8b"], n_kv_heads=1)
     the_job = replace(on_plain_links(), model=one_head)
     sent = 0.75 * 1024 * 128 * 2 * ((32 + 4 * 2) + 32)
-    forward, backward = over_cp(of_layer(the_job, cp=4, cp_method="ulysses"))
+    forward, backward = over_cp(layer_passes(the_job, cp=4, cp_method="ulysses"))
     assert forward == pytest.approx(sent / GB_PER_S + 2 * 3 * LATENCY_S)
     assert backward == pytest.approx(forward)
 

@@ -42,7 +42,7 @@ def short(preset: str) -> ModelSpec:
     return replace(resolve(preset), n_layers=min(6, resolve(preset).n_layers))
 
 
-def of_ranks(spec: ModelSpec, layout: Layout, tp_rank: int) -> parameters.Parameters:
+def rank_parameters(spec: ModelSpec, layout: Layout, tp_rank: int) -> parameters.Parameters:
     candidates = Candidates.from_layout(layout, 1)
     stages = pipeline.stages(job(spec), candidates)
     return parameters.tp_rank_parameters(spec, stages, candidates.tp, candidates.ep, tp_rank)
@@ -80,7 +80,7 @@ def parameters_are_those_of_the_built_model(spec: ModelSpec, layout: Layout) -> 
     with torch.device("meta"):
         built = cut_stages(Transformer(spec), layers)
     for tp_rank in {0, layout.tp - 1}:
-        held = of_ranks(spec, layout, tp_rank)
+        held = rank_parameters(spec, layout, tp_rank)
         for stage, module in enumerate(built):
             counted = {True: 0, False: 0}
             for name, parameter in module.named_parameters():
@@ -93,7 +93,7 @@ def parameters_are_those_of_the_built_model(spec: ModelSpec, layout: Layout) -> 
 def test_stages_add_up_to_the_model_and_its_tied_matrix_once_more(preset: str):
     spec = resolve(preset)
     for layout in (Layout(), Layout(pp=4)):
-        held = of_ranks(spec, layout, 0)
+        held = rank_parameters(spec, layout, 0)
         again = spec.vocab_size * spec.d_model if spec.tied_embedding and layout.pp > 1 else 0
         assert held.dense.sum() + held.expert.sum() == spec.n_parameters + again
 
@@ -101,9 +101,9 @@ def test_stages_add_up_to_the_model_and_its_tied_matrix_once_more(preset: str):
 def test_ranks_of_tp_and_ep_add_up_to_the_model_and_copies_of_what_is_not_cut():
     spec = resolve("qwen3-30b-a3b")
     layout = Layout(dp_shard=4, zero=1, tp=4, ep=16, sequence_parallel=True)
-    cut = sum(int(of_ranks(spec, layout, rank).dense.sum()) for rank in range(4))
+    cut = sum(int(rank_parameters(spec, layout, rank).dense.sum()) for rank in range(4))
     copied = sum(row.numel for row in rows(spec).values() if row.counted and row.split in ("replicated", "per_head"))
-    experts = 16 * int(of_ranks(spec, layout, 0).expert.sum())
+    experts = 16 * int(rank_parameters(spec, layout, 0).expert.sum())
     assert cut - 3 * copied + experts == spec.n_parameters
 
 
@@ -113,7 +113,7 @@ def test_rows_that_a_stack_adds_make_the_vocabulary_divide():
 
 
 def test_the_largest_layer_and_matrix_are_those_of_the_mixture_where_it_is_larger():
-    held = of_ranks(resolve("deepseek-v3"), Layout(), 0)
+    held = rank_parameters(resolve("deepseek-v3"), Layout(), 0)
     assert held.layer_expert[0] == 256 * 3 * 7168 * 2048
     assert held.matrix[0] == held.layer_expert[0] * 2 // 3
 
@@ -128,4 +128,4 @@ def test_real_ranks_hold_as_many():
     layout = Layout(pp=2, tp=2, sequence_parallel=True)
     for rank, counted in run_ranks(local_count, 4, layout):
         at = layout.coordinates(rank)
-        assert of_ranks(short("debug"), layout, at["tp"]).dense[0, at["pp"]] == counted
+        assert rank_parameters(short("debug"), layout, at["tp"]).dense[0, at["pp"]] == counted

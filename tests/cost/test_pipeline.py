@@ -44,13 +44,13 @@ def test_zero_bubble_schedules_hold_what_their_paper_says():
 
 
 def test_a_rank_has_the_stages_of_its_way():
-    def of_rank(**layout: int | str) -> list[list[int]]:
+    def stages_by_rank(**layout: int | str) -> list[list[int]]:
         return pipeline.stages(job("llama-3.1-70b"), one(**layout)).of_rank.tolist()
 
-    assert of_rank(pp=4, pp_schedule="zb-v") == [[0, 7], [1, 6], [2, 5], [3, 4]]
-    assert of_rank(pp=4, pp_schedule="dualpipe") == [[0, 3], [1, 2], [1, 2], [0, 3]]
-    assert of_rank(pp=2, pp_schedule="interleaved-1f1b", virtual_stages=3) == [[0, 2, 4], [1, 3, 5]]
-    assert of_rank() == [[0]]
+    assert stages_by_rank(pp=4, pp_schedule="zb-v") == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    assert stages_by_rank(pp=4, pp_schedule="dualpipe") == [[0, 3], [1, 2], [1, 2], [0, 3]]
+    assert stages_by_rank(pp=2, pp_schedule="interleaved-1f1b", virtual_stages=3) == [[0, 2, 4], [1, 3, 5]]
+    assert stages_by_rank() == [[0]]
 
 
 def test_layers_with_experts_are_told_from_those_without():

@@ -157,10 +157,10 @@ def read_with(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]]
 
 
 def order_seeded_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    def of_rank(given: dict[str, Any]) -> dict[str, Any]:
+    def seed_by_rank(given: dict[str, Any]) -> dict[str, Any]:
         return {"order": replace(given["order"], seed=given["order"].seed + given["data_rank"])}
 
-    read_with(monkeypatch, of_rank)
+    read_with(monkeypatch, seed_by_rank)
 
 
 def every_rank_reads_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

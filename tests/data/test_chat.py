@@ -276,7 +276,7 @@ def test_only_the_answers_of_a_pair_count_in_every_form_of_a_record():
         ({"prompt": "a", "chosen": "b", "rejected": ""}, "the field 'rejected' is empty, neither a text nor a list"),
         ({"chosen": "b", "rejected": "c"}, "there is no text 'prompt' that it answers"),
         ({"prompt": "a", "chosen": "b", "rejected": TALK}, "is a text, and the other a list of messages"),
-        ({"chosen": TALK, "rejected": TALK[:3]}, "begins with the whole other one; both need an answer"),
+        ({"chosen": TALK, "rejected": TALK[:3]}, "starts with the whole other one; both need an answer"),
         ({"prompt": "a", "chosen": 1, "rejected": 2}, "the field 'chosen' is a int, neither"),
         (
             {"prompt": "a", "chosen": TALK, "rejected": TALK[:4] + TALK[2:3]},

@@ -55,7 +55,7 @@ def plan_memory() -> Iterator[Any]:
 def test_the_plan_is_the_dry_run(plan_memory: Any, name: str):
     preset, batch, layout = SHORT[name]
     each = plan_memory.pair(preset, batch, n_layers=4, **layout)
-    found = plan_memory.Compared.of(each.config, plan_memory.dry_of(each))
+    found = plan_memory.Compared.from_run(each.config, plan_memory.dry_of(each))
     assert abs(found.difference) < WITHIN, "\n".join(found.parts)
     assert not found.unequal, "\n".join(found.parts)
     if found.flops is not None and each.config.spec().moe is None:
@@ -67,5 +67,5 @@ def test_the_plan_is_the_dry_run(plan_memory: Any, name: str):
 def test_peaks_of_backward_passes_are_those_of_the_dry_run(plan_memory: Any, name: str):
     preset, batch, compute, layout = PEAKS[name]
     each = plan_memory.pair(preset, batch, compute, n_layers=4, **layout)
-    found = plan_memory.Compared.of(each.config, plan_memory.dry_of(each))
+    found = plan_memory.Compared.from_run(each.config, plan_memory.dry_of(each))
     assert abs(found.difference) < CLOSE, "\n".join(found.parts)

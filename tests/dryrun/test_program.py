@@ -11,7 +11,7 @@ from shardwright.dry_run.length import step_length
 from shardwright.dry_run.planned import PlannedRank, planned
 from shardwright.dry_run.program import CPU, dry_rank, empty_batch, record_steps
 from shardwright.dry_run.record import DISK, LINK, READ, TO_DEVICE, TO_HOST, WAIT, WRITE, RankRecord
-from shardwright.dry_run.run import DryRun, DryRunSettings, dry_run, how_of
+from shardwright.dry_run.run import DryRun, DryRunSettings, dry_run, dry_run_settings
 from shardwright.model.modules import rows
 from shardwright.parallel.compression import Integers
 from shardwright.system.errors import InputError, LayoutError
@@ -218,7 +218,7 @@ def test_a_rank_outside_of_the_world_is_refused():
 
 def test_every_wrong_choice_is_told_at_once():
     with pytest.raises(InputError) as told:
-        how_of("80", "tpu", 1, 0.5)
+        dry_run_settings("80", "tpu", 1, 0.5)
     assert len(told.value.problems) == 4
 
 

@@ -1,7 +1,7 @@
-"""A pipeline schedule of one's own: 1F1B whose ranks run twice as many forward passes before their first backward pass.
+"""A pipeline schedule of your own: 1F1B whose ranks run twice as many forward passes before their first backward pass.
 
 The output of a forward pass then has the time of one more action to reach the next rank, at the cost of nearly twice as
-many microbatches in flight.
+many micro-batches in flight.
 """
 
 from shardwright.schedule.actions import Action, Schedule, make
@@ -9,7 +9,7 @@ from shardwright.schedule.registry import Kind, register
 
 
 def eager_1f1b(n_ranks: int, n_microbatches: int) -> Schedule:
-    """Rank r runs 2 (p - 1 - r) + 1 forward passes, then backward and forward passes in turn."""
+    """Return 2 (p - 1 - r) + 1 forward passes for rank r, then backward and forward passes in turn."""
     ranks = []
     for rank in range(n_ranks):
         forward = [Action(rank, "F", i) for i in range(n_microbatches)]

@@ -18,7 +18,7 @@ from shardwright.model.spec import ModelSpec
 
 
 def layer(spec: ModelSpec, number: int) -> Iterator[Row]:
-    """One row for each parameter of a layer; every layer is alike."""
+    """Yield one row for each parameter of a layer; every layer is alike."""
     yield from norm("input_norm", spec.d_model, "layernorm")
     yield from attention(spec, input="input_norm")
     yield from feed_forward(spec, "ffn", spec.d_ffn, input="input_norm", ordered=True)
@@ -36,13 +36,13 @@ class ParallelBlock(nn.Module):
     def forward(
         self, x_BTD: Tensor, positions_T: Tensor, rotary_2TC: Tensor | None, site_keys_2B: Tensor | None = None
     ) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
+        """Return the output of the layer; x (B, T, D) -> (B, T, D)."""
         y_BTD = self.input_norm(x_BTD)
         return x_BTD + self.attention(y_BTD, rotary_2TC) + self.ffn(y_BTD)
 
 
 def problems(spec: ModelSpec) -> Iterator[str]:
-    """What this family has not."""
+    """Yield the settings that this family does not have."""
     if spec.norm != "layernorm":
         yield f"norm={spec.norm!r} with family='parallel-block'; valid: 'layernorm'"
     for name in ("moe", "latent_attention", "dropout"):

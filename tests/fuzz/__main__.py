@@ -2,7 +2,7 @@
 
 import os
 
-from shardwright.system.openmp import brief_waiting
+from shardwright.system.control_groups import brief_waiting
 
 if __name__ == "__main__":
     os.environ.update(brief_waiting())  # OpenMP reads it when PyTorch is imported

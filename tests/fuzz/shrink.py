@@ -80,8 +80,8 @@ def _whole_model(case: Case, layout: Layout) -> Iterator[Setting]:
         off["moe"] = replace(moe, **_off(moe))
     for optimizer in (OptimizerSection(), OptimizerSection(name=case.optimizer.name)):
         plain = replace(case, optimizer=optimizer)
-        yield replace(plain, spec=_with(spec, _off(spec))), layout
-        yield replace(plain, spec=_with(spec, off)), layout
+        yield replace(plain, spec=_changed_spec(spec, _off(spec))), layout
+        yield replace(plain, spec=_changed_spec(spec, off)), layout
         yield plain, layout
 
 
@@ -129,7 +129,7 @@ def _parts(case: Case, layout: Layout) -> Iterator[Setting]:
     """Switch off one part of the model, or set one option of the optimizer to its default."""
     spec = case.spec
     for name, value in _off(spec).items():
-        yield replace(case, spec=_with(spec, {name: value})), layout
+        yield replace(case, spec=_changed_spec(spec, {name: value})), layout
     if spec.moe is not None:
         for name, value in _off(spec.moe).items():
             yield replace(case, spec=replace(spec, moe=replace(spec.moe, **{name: value}))), layout
@@ -145,7 +145,7 @@ def _parts(case: Case, layout: Layout) -> Iterator[Setting]:
             yield replace(case, optimizer=changed), layout
 
 
-def _with(spec: Any, changes: dict[str, Any]) -> ModelSpec:
+def _changed_spec(spec: Any, changes: dict[str, Any]) -> ModelSpec:
     return replace(spec, **changes)
 
 
@@ -200,7 +200,7 @@ def _size_of_table(table: str, name: str, case: Case, layout: Layout) -> Iterato
     least = (_LEAST_OF_EXPERTS if table == "moe" else _LEAST_OF_LATENT)[name]
     unit = {"n_experts": layout.ep, "n_shared": layout.tp, "rope_dim": 2}.get(name, 1)
     for size in _smaller(getattr(section, name), least, unit) if section is not None else ():
-        yield replace(case, spec=_with(case.spec, {table: replace(section, **{name: size})})), layout
+        yield replace(case, spec=_changed_spec(case.spec, {table: replace(section, **{name: size})})), layout
 
 
 def _smaller(size: int, least: int, unit: int = 1) -> list[int]:

@@ -269,11 +269,11 @@ def test_transformers_computes_the_logits_of_an_exported_run(tmp_path: Path, moe
     assert logits_error(tmp_path / "hf", trained, torch.float64) > 1e-3
 
 
-def at(spec: ModelSpec, width: int) -> tuple[int, ...]:
+def head_sizes(spec: ModelSpec, width: int) -> tuple[int, ...]:
     changed = at_width(spec, width)
     return changed.n_heads, changed.n_kv_heads, changed.head_dim, changed.d_ffn
 
 
 def test_heads_grow_in_number_or_with_a_base_in_width():
-    assert at(EVEN, 64) == (8, 4, 8, 80)
-    assert at(WIDE, 64) == (4, 2, 16, 80)
+    assert head_sizes(EVEN, 64) == (8, 4, 8, 80)
+    assert head_sizes(WIDE, 64) == (4, 2, 16, 80)

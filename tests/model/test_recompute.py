@@ -215,11 +215,11 @@ def test_the_model_of_the_benchmark_keeps_at_most_55_percent():
     )  # fmt: skip
     sys.modules.pop("plain")
 
-    def of_a_layer(parts: tuple[str, ...]) -> int:
+    def layer_bytes(parts: tuple[str, ...]) -> int:
         few, many = (saved_bytes(replace(spec, n_layers=n), torch.float32, parts) for n in (1, 2))
         return many - few
 
-    assert of_a_layer(DEFAULT) <= 0.55 * of_a_layer(())
+    assert layer_bytes(DEFAULT) <= 0.55 * layer_bytes(())
 
 
 def test_a_view_of_an_output_is_computed_again_and_an_output_changed_in_place_is_kept():

@@ -74,10 +74,10 @@ def test_ranks_show_the_bug():
 @pytest.mark.parametrize(
     ("layout", "here", "valid"),
     [
-        ({"dp_shard": 4, "zero_secondary_ranks": 3}, "dp_shard x cp = 4 x 1 = 4", "valid with so many: 2"),
-        ({"dp_shard": 4, "zero_secondary_ranks": 4}, "dp_shard x cp = 4 x 1 = 4", "valid with so many: 2"),
-        ({"dp_shard": 4, "zero": 2, "zero_secondary_ranks": 2}, "zero=2", "valid with so many: 2"),
-        ({"dp_shard": 4, "pp": 2, "zero_secondary_ranks": 2}, "pp=2", "valid with so many: 2"),
+        ({"dp_shard": 4, "zero_secondary_ranks": 3}, "dp_shard x cp = 4 x 1 = 4", "valid with 4: 2"),
+        ({"dp_shard": 4, "zero_secondary_ranks": 4}, "dp_shard x cp = 4 x 1 = 4", "valid with 4: 2"),
+        ({"dp_shard": 4, "zero": 2, "zero_secondary_ranks": 2}, "zero=2", "valid with 4: 2"),
+        ({"dp_shard": 4, "pp": 2, "zero_secondary_ranks": 2}, "pp=2", "valid with 4: 2"),
         ({"tp": 2, "zero_secondary_ranks": 2}, "dp_shard x cp = 1 x 1 = 1", "or leave it out"),
     ],
 )

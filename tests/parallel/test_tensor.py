@@ -53,7 +53,7 @@ def traffic_of_the_passes(layout: Layout, n_layers: int, wide: ModelSpec = WIDE)
     return [{name: (t.calls[name], t.bytes[name]) for name in t.calls} for t in (forward, backward)]
 
 
-def of_one_layer(few: dict[str, tuple[int, int]], many: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+def layer_traffic(few: dict[str, tuple[int, int]], many: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
     return {name: (many[name][0] - few.get(name, (0, 0))[0], many[name][1] - few.get(name, (0, 0))[1]) for name in many}
 
 
@@ -84,8 +84,8 @@ REDUCE_SCATTER = "alltoall_base"
 )
 def test_a_layer_sends_what_the_table_says(layout, forward, backward):
     two, three = (run_ranks(traffic_of_the_passes, layout.world_size, layout, n)[0] for n in (2, 3))
-    assert of_one_layer(two[0], three[0]) == forward
-    assert of_one_layer(two[1], three[1]) == backward
+    assert layer_traffic(two[0], three[0]) == forward
+    assert layer_traffic(two[1], three[1]) == backward
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def test_a_layer_sends_what_the_table_says(layout, forward, backward):
 )
 def test_latent_attention_sends_latent_vectors_and_one_key_in_the_place_of_what_it_reads(layout, forward, backward):
     two, three = (run_ranks(traffic_of_the_passes, 2, layout, n, WITH_LATENT)[0] for n in (2, 3))
-    assert of_one_layer(two[0], three[0]) == forward
-    assert of_one_layer(two[1], three[1]) == backward
+    assert layer_traffic(two[0], three[0]) == forward
+    assert layer_traffic(two[1], three[1]) == backward
 
 
 def test_embedding_and_head_send_one_sum_each():

@@ -105,11 +105,11 @@ def test_the_headline_has_the_perplexity_of_the_validation_loss(tmp_path: Path) 
         (
             Layout(pp=2, tp=2, dp_shard=2, zero=1),
             "its stages (pp: 2 stages over 2 ranks) and 1/2 of each matmul weight that tp shards, the embedding and "
-            "the head included. Of those it holds the parameters and gradients whole and 1/2 of the optimizer states (",
+            "the head included, and of these the parameters and gradients whole and 1/2 of the optimizer states (",
         ),
         (
             Layout(dp_shard=2, ep=2, zero=3),
-            "1/2 of the experts (ep). Of those it holds 1/2 of the parameters, gradients",
+            "1/2 of the experts (ep), and of these 1/2 of the parameters, gradients",
         ),
     ],
 )

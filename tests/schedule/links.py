@@ -32,7 +32,7 @@ def makespan_on_streams(schedule: Schedule, lists: Lists, times: Times) -> float
     """When the last action ends where each pair of ranks has a stream of its own: an exchange takes `times.comm` from
     when the one before it on the stream is done and both ranks have computed what comes before it in their lists; an
     action waits for the one before it on its rank, and for the exchange that brings what it needs."""
-    durations = times.of_stages(schedule.n_stages)
+    durations = times.times_by_stage(schedule.n_stages)
     clocks, at = [0.0] * len(lists), [0] * len(lists)
     posted: defaultdict[PairExchange, dict[int, float]] = defaultdict(dict)
     free: defaultdict[tuple[int, int], float] = defaultdict(float)

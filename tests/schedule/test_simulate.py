@@ -43,7 +43,7 @@ def slowly(
     `groups`: actions of a rank that begin together, when all of them can, and whose results come at their common end.
     `waits`: whether an action waits for another rank at all.
     """
-    of = times.of_stages(schedule.n_stages)
+    of = times.times_by_stage(schedule.n_stages)
     lists = groups or [[[action] for action in actions] for actions in schedule.ranks]
     done: dict[tuple[int, bool, int], tuple[float, int]] = {}
     ends: list[list[float]] = [[] for _ in lists]
@@ -224,7 +224,7 @@ def test_simulation_agrees_with_a_slower_one_and_keeps_to_what_is_possible(name:
     times = data.draw(anytimes(schedule.n_stages))
     simulation = simulate(schedule, times)
     assert [list(ends) for ends in simulation.ends] == slowly(schedule, times)
-    of = times.of_stages(schedule.n_stages)
+    of = times.times_by_stage(schedule.n_stages)
     there_and_back = sum(of["F"]) + sum(of["I"])
     hops = {
         microbatch: sum(

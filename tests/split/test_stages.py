@@ -47,7 +47,7 @@ def test_layers_left_over_go_to_late_stages_that_hold_fewer_activations_but_not_
 
 def work(spec: ModelSpec, layout: Layout, seq_len: int) -> list[float]:
     """FLOPs of a token in each stage, all passes together."""
-    times = stage_times(spec, layout, seq_len).of_stages(layout.n_stages)
+    times = stage_times(spec, layout, seq_len).times_by_stage(layout.n_stages)
     return [sum(times[op][stage] for op in ("F", "I", "W")) for stage in range(layout.n_stages)]  # type: ignore[index]
 
 
@@ -80,7 +80,7 @@ def test_what_all_stages_compute_is_what_the_model_computes():
 
 
 def test_weights_cost_as_much_in_each_pass_and_attention_twice_as_much_in_the_backward_pass():
-    times = stage_times(EIGHT, Layout(pp=2, stage_layers=(7, 1)), 16).of_stages(2)
+    times = stage_times(EIGHT, Layout(pp=2, stage_layers=(7, 1)), 16).times_by_stage(2)
     layer = 2 * (2 * 24 * 8 * (3 + 1) + 3 * 24 * 40)
     square, head = 2 * 3 * 8 * 16, 2 * 64 * 24
     assert times["F"] == (7 * (layer + square), layer + square + head)

@@ -17,7 +17,7 @@ from shardwright.data.order import SampleOrder
 from shardwright.model.init import initialise
 from shardwright.model.random import sample_keys
 from shardwright.model.transformer import Transformer
-from shardwright.training.checkpoint.whole import newest_checkpoint, restore
+from shardwright.training.weights import newest_checkpoint, restore
 from tests.training.runs import records
 from tests.training.worlds import SPEC
 

@@ -18,9 +18,9 @@ from tests.training.test_optimizers import (
     STEPS,
     WITHOUT_DEFAULTS,
     gradient_of,
-    of_one_process,
     section,
     trained,
+    whole_parameters,
 )
 
 RUN = WITHOUT_DEFAULTS["adamw-8bit"]
@@ -70,7 +70,7 @@ def test_moments_are_rounded_in_blocks_of_rows_after_the_step_has_used_them() ->
     """Also where a row is no multiple of a block, a whole block is zero, and a matrix is too small to be rounded."""
     found, optimizer = trained(EVEN, RUN)
     states, sizes = named_state(optimizer, found.items()), set()
-    for name, p in of_one_process(EVEN).items():
+    for name, p in whole_parameters(EVEN).items():
         w, m, v = p.detach().clone(), torch.zeros_like(p), torch.zeros_like(p)
         coded = p.dim() > 1 and p.numel() >= LEAST
         sizes.add((coded, p.shape[-1] % BLOCK == 0))
@@ -90,7 +90,7 @@ def test_moments_are_rounded_in_blocks_of_rows_after_the_step_has_used_them() ->
 
 def test_small_tensors_have_states_of_32_bits() -> None:
     """As by default: nothing of a model of matrices below 4096 elements is rounded."""
-    parameters = of_one_process(EVEN)
+    parameters = whole_parameters(EVEN)
     states = named_state(build_optimizer(parameters, EVEN, section("adamw-8bit")), parameters.items())
     assert max(p.numel() for p in parameters.values()) < 4096
     assert not any(name.endswith("scale") or state.dtype == torch.uint8 for name, state in states.items())

@@ -225,7 +225,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(run_fil
     run = train(run_file, *ASYNC, "--set", "checkpoint.on_error=continue", fault=failing(9))
     told = "the checkpoint after step 10 is not written: "
     assert told in run.stdout
-    assert "rank 1: [Errno 5] Input/output error; the run goes on, the last good one is" in run.stdout
+    assert "rank 1: [Errno 5] Input/output error; the run continues, the last good one is" in run.stdout
     assert checkpoints(run_file) == ["step-00000015", "step-00000020"]
     assert [(each.kind, each.step) for each in events(run_file)] == [
         ("start", 0),

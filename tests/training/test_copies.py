@@ -188,7 +188,7 @@ def check_flip(flip: Flip, found: list[Seen]) -> None:
     elif flip.among:
         first, second = flip.among
         assert told.text.endswith(
-            f"rank {first} and rank {second} hold other bits, and so few copies do not tell which are right"
+            f"rank {first} and rank {second} hold other bits, and the copies are too few to know which are right"
         ), told
 
 
@@ -236,7 +236,7 @@ def test_the_ranks_that_differ_from_most_are_named():
         "copies of w differ: rank 2 holds other bits than the 3 others, ranks 0, 1, 3", 2
     )
     two = {rank: CopyDifference(True, 0, "optimizer/exp_avg/w", (0,), rank) for rank in range(2)}
-    few = "hold other bits, and so few copies do not tell which are right"
+    few = "hold other bits, and the copies are too few to know which are right"
     assert in_words(two) == DifferingCopies(f"copies of exp_avg of w differ: rank 0 and rank 1 {few}")
     weights = {rank: CopyDifference(False, 3, "model/x", (5,), rank) for rank in (5, 6)}
     assert in_words(two | weights) == DifferingCopies(f"copies of x differ: rank 5 and rank 6 {few}")

@@ -221,7 +221,7 @@ def test_a_copy_that_fails_is_told_and_the_run_goes_on_but_for_the_last(run_file
     place = tmp_path / "place"
     run = train(run_file, *given(place, on_error="continue"), fault=functools.partial(fails, 9, 10))
     assert "the checkpoint after step 10 is not copied: copying" in run.stdout
-    assert f"rank 1: {place}/step-00000010: no route to host; the run goes on, the last good one is" in run.stdout
+    assert f"rank 1: {place}/step-00000010: no route to host; the run continues, the last good one is" in run.stdout
     assert DurableFolder(str(place)).is_complete(20)
     assert not DurableFolder(str(place)).is_complete(10)
     faults = [each for each in read_events(run_file.parent / "out") if each.kind == "fault"]

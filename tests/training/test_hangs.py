@@ -40,7 +40,7 @@ TP = JoinedCollective("all_reduce", 12, "3", "tp", (0, 1))
 ALL = JoinedCollective("all_gather", 40, "0", "all ranks", (0, 1, 2, 3))
 
 
-def at(phase: str = "forward_backward", step: int = 4) -> RankState:
+def rank_state(phase: str = "forward_backward", step: int = 4) -> RankState:
     return RankState(beats=9, step=step, phase=phase, since_s=100.0, limit_s=5.0, line="model/moe.py:7 forward")
 
 
@@ -50,7 +50,7 @@ def dump(waits: bool, *pending: JoinedCollective, **joined: int) -> RankDump:
 
 
 def described(dumps: dict[int, RankDump], fates: dict[int, str] | None = None) -> tuple[list[int], str]:
-    states = {rank: at() for rank in range(4)}
+    states = {rank: rank_state() for rank in range(4)}
     who = {rank: RankIdentity(rank, HERE, 100 + rank, "cuda:1", {"tp": rank % 2}) for rank in range(4)}
     return describe(states, who, dumps, fates or {}, now_s=107.5)
 
@@ -129,7 +129,7 @@ def test_a_message_that_both_ranks_have_begun_does_not_arrive():
     blamed, told = described(waiting)
     assert blamed == []
     assert told.splitlines()[1] == (
-        "  both ranks have begun the input of 1F3, number 7 of the messages of pp from rank 0 to rank 2, and it does "
+        "  both ranks have started the input of 1F3, number 7 of the messages of pp from rank 0 to rank 2, and it does "
         "not arrive"
     )
 
@@ -142,7 +142,7 @@ def test_ranks_that_all_wait_have_joined_different_collectives():
 
 def test_a_collective_that_all_have_joined_and_that_does_not_end_means_that_messages_do_not_arrive():
     """Ranks 0 and 1, on two machines, wait in it; rank 2 waits for rank 0 in another one, rank 3 for nothing known."""
-    states = {rank: at() for rank in range(4)}
+    states = {rank: rank_state() for rank in range(4)}
     who = {rank: RankIdentity(rank, f"node{rank % 2}", 100 + rank, "cpu") for rank in range(4)}
     both = JoinedCollective("all_reduce", 12, "3", "dp_shard", (0, 1))
     answers = {0: dump(True, both, g3=12), 1: dump(True, both, g3=12), 2: dump(True, ALL, g0=40), 3: dump(True)}
@@ -161,7 +161,7 @@ def test_a_collective_that_all_have_joined_and_that_does_not_end_means_that_mess
 
 
 def test_of_a_rank_on_another_machine_the_time_is_told_that_it_has_measured_itself():
-    states = {0: at(), 1: at()}  # since 100 s, by the clock of node7
+    states = {0: rank_state(), 1: rank_state()}  # since 100 s, by the clock of node7
     who = {rank: RankIdentity(rank, "node7", 100 + rank, "cpu") for rank in range(2)}
     _, told = describe(states, who, {0: dump(True, TP), 1: replace(dump(False), for_s=6.5)}, {}, now_s=107.5)
     assert "rank 1 runs" in told

@@ -325,7 +325,7 @@ def test_a_ctrl_c_under_torchrun_saves_though_it_reaches_the_workers_twice(run_f
         # A terminal sends it to every process; torchrun then hands it on.
         for pid in (*run.workers(), run.process.pid):
             os.kill(pid, signal.SIGINT)
-        run.wait_for(lambda: "as asked; the last checkpoint is of this step. Go on with" in run.stdout)
+        run.wait_for(lambda: "as asked; the last checkpoint is of this step. Continue with" in run.stdout)
     stopped = len(trajectory(run_file))
     assert (run_file.parent / "out" / "checkpoints" / f"step-{stopped:08d}").is_dir()
 

@@ -89,7 +89,7 @@ def on_one_and_lost(folder: Path) -> None:
     lost(1)(folder)
 
 
-def of_another_time(folder: Path) -> None:
+def bring_older_steps(folder: Path) -> None:
     """A host that was away comes back with another checkpoint after as many steps."""
     shutil.rmtree(folder / "host-2/step-00000003")
     shutil.copytree(folder / "host-2/step-00000002", folder / "host-2/step-00000003")
@@ -102,7 +102,7 @@ CASES = (
     Lost("host 2", 3, lost(2)),
     Lost("published on one host", 2, on_one, NOT_WHOLE),
     Lost("published on one host, another lost", 2, on_one_and_lost, NOT_WHOLE),
-    Lost("another time", 3, of_another_time),
+    Lost("another time", 3, bring_older_steps),
 )
 
 

@@ -22,7 +22,7 @@ from shardwright.training.checkpoint.saver import save
 from shardwright.training.checkpoint.state import load
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.loss_scale import LossScaler, LossScaleState
-from shardwright.training.schedule import learning_rate
+from shardwright.training.optimizer import learning_rate
 from shardwright.training.step import Trainer
 from shardwright.verification import Verifier
 from shardwright.verification import rank as verify_rank
@@ -283,8 +283,8 @@ def test_overflows_that_no_smaller_scale_ends_stop_a_run(run_file):
     settings = ("precision.compute=fp16", "precision.min_loss_scale=65536.0", "checkpoint.every=2")
     run = train(run_file, *(f"--set={each}" for each in settings), fault=always_overflowing, expect=3)
     assert run.stderr.startswith("error: step 12: the gradient norm is inf in 10 steps in a row"), run.stderr
-    assert "is that of embedding.weight on rank" in run.stderr
-    assert run.stderr.rstrip().endswith("step-00000010; go on from it with --resume"), (
+    assert "belongs to embedding.weight on rank" in run.stderr
+    assert run.stderr.rstrip().endswith("step-00000010; continue from it with --resume"), (
         "weights of skipped steps are good"
     )
     assert run.stdout.count("skipped: a gradient overflowed") == 10

@@ -178,7 +178,7 @@ def test_a_file_that_was_deleted_takes_no_line_in_silence(tmp_path: Path):
     writer = JsonLines(tmp_path / "metrics.jsonl", resumed_step=0)
     writer.write(RECORD)
     (tmp_path / "metrics.jsonl").unlink()
-    said = r"metrics\.jsonl was deleted while the run goes on, perhaps with its folder"
+    said = r"metrics\.jsonl was deleted during the run, perhaps with its folder"
     with pytest.raises(ShardwrightError, match=said) as deleted:
         writer.write(RECORD)
     assert deleted.value.exit_code == 3
@@ -191,7 +191,7 @@ def test_a_run_whose_folder_is_deleted_ends_at_its_next_line_and_says_so(run_fil
         run.wait_for(lambda: len(trajectory(run_file)) >= 3)
         shutil.rmtree(run_file.parent / "out", ignore_errors=True)
         assert run.wait() == 3, run.stderr
-    assert "metrics.jsonl was deleted while the run goes on" in run.stderr
+    assert "metrics.jsonl was deleted during the run" in run.stderr
     assert "Traceback" not in run.stderr
 
 

@@ -47,7 +47,7 @@ OF_LAYOUTS = (
 )
 OF_THE_REFERENCE_TOO = {
     f"shardwright.parallel.{each}"
-    for each in ("boxes", "initialise", "norm", "objects", "over_shards", "whole_matrices")
+    for each in ("boxes", "initialise", "norm", "objects", "reductions", "whole_matrices")
 }
 """Modules of `OF_LAYOUTS` that the reference of verify runs, too. With a bug in another it is that of healthy code."""
 

@@ -80,7 +80,7 @@ def gradient_of(name: str, parameter: Tensor, step: int) -> Tensor:
     return drawn
 
 
-def of_one_process(spec: ModelSpec) -> dict[str, nn.Parameter]:
+def whole_parameters(spec: ModelSpec) -> dict[str, nn.Parameter]:
     model = Transformer(spec).double()
     initialise(model, spec, 0)
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -88,7 +88,7 @@ def of_one_process(spec: ModelSpec) -> dict[str, nn.Parameter]:
 
 def trained(spec: ModelSpec, run: OptimizerSection) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
     """The parameters of a model after some steps, by name, and the optimizer."""
-    parameters = of_one_process(spec)
+    parameters = whole_parameters(spec)
     optimizer = build_optimizer(parameters, spec, run)
     for step in range(STEPS):
         set_learning_rate(optimizer, LR)
@@ -101,7 +101,7 @@ def trained(spec: ModelSpec, run: OptimizerSection) -> tuple[dict[str, nn.Parame
 def trained_each(spec: ModelSpec, make: By, by_kind: bool, by_matrix: bool) -> dict[str, Tensor]:
     """The same by an optimizer for each parameter or, `by_matrix`, for each logical matrix."""
     found = {}
-    for name, whole in of_one_process(spec).items():
+    for name, whole in whole_parameters(spec).items():
         kind = row_of(spec, name).kind
         decay = DECAY if whole.dim() > 1 else 0.0
         rate = LR * KINDS[kind] if by_kind else LR
@@ -181,7 +181,7 @@ def test_states_in_bf16_are_rounded_after_the_step_has_used_them() -> None:
     """AdamW by hand, the moments rounded to the nearest bf16 number between steps."""
     found, optimizer = trained(EVEN, RUNS["adamw, bf16 states"])
     states = named_state(optimizer, found.items())
-    for name, p in of_one_process(EVEN).items():
+    for name, p in whole_parameters(EVEN).items():
         w, m, v = p.detach().clone(), torch.zeros_like(p), torch.zeros_like(p)
         for step in range(STEPS):
             g = gradient_of(name, p, step)
@@ -199,7 +199,7 @@ def test_momentum_in_bf16_is_rounded_after_the_direction_is_made() -> None:
     """Of Muon, on a matrix that is one logical matrix."""
     name = "layers.0.ffn.up.weight"
     found, optimizer = trained(EVEN, RUNS["muon, bf16 states"])
-    w = of_one_process(EVEN)[name].detach()
+    w = whole_parameters(EVEN)[name].detach()
     m = torch.zeros_like(w)
     for step in range(STEPS):
         g = gradient_of(name, w, step)

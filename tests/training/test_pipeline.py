@@ -26,7 +26,7 @@ ONE_STAGE = ("afab", "1f1b", "zb-h1", "zb-h2", "auto", "dualpipe")  # of as many
 TWO_STAGES = (("interleaved-1f1b", 2), ("zb-v", 1), ("dualpipe-v", 1))
 
 
-def of(layout: Layout, accumulation: int, **spec: Any) -> Case:
+def piped_case(layout: Layout, accumulation: int, **spec: Any) -> Case:
     """PIPED with that many microbatches a step, and what is changed of the model."""
     micro_batch = PIPED.global_batch // (layout.data_ranks * accumulation)
     return replace(PIPED, micro_batch=micro_batch, spec=replace(DEEP, **spec))
@@ -41,27 +41,27 @@ def check(verifier: Verifier, case: Case, layout: Layout, limit: float = LIMIT) 
 @pytest.mark.parametrize("schedule", rest_prove(ONE_STAGE, "1f1b", "zb-h1", "dualpipe"))
 def test_two_stages_train_as_one_process_does(verifier: Verifier, schedule: str):
     layout = Layout(pp=2, pp_schedule=schedule)
-    check(verifier, of(layout, 6), layout)
+    check(verifier, piped_case(layout, 6), layout)
 
 
 @pytest.mark.parametrize(("schedule", "virtual_stages"), rest_prove(TWO_STAGES, ("zb-v", 1)))
 def test_two_ranks_of_two_stages_train_as_one_process_does(verifier: Verifier, schedule: str, virtual_stages: int):
     layout = Layout(pp=2, pp_schedule=schedule, virtual_stages=virtual_stages)
-    check(verifier, of(layout, 6), layout)
+    check(verifier, piped_case(layout, 6), layout)
 
 
 @prove
 @pytest.mark.parametrize("schedule", ONE_STAGE)
 def test_four_stages_train_as_one_process_does(verifier: Verifier, schedule: str):
     layout = Layout(pp=4, pp_schedule=schedule)
-    check(verifier, of(layout, 6), layout)
+    check(verifier, piped_case(layout, 6), layout)
 
 
 @prove
 @pytest.mark.parametrize(("schedule", "virtual_stages"), TWO_STAGES)
 def test_four_ranks_of_two_stages_train_as_one_process_does(verifier: Verifier, schedule: str, virtual_stages: int):
     layout = Layout(pp=4, pp_schedule=schedule, virtual_stages=virtual_stages)
-    check(verifier, of(layout, 6, n_layers=8), layout)
+    check(verifier, piped_case(layout, 6, n_layers=8), layout)
 
 
 # More microbatches than ranks are proven above; here as few as there can be.
@@ -81,7 +81,7 @@ def test_four_ranks_of_two_stages_train_as_one_process_does(verifier: Verifier, 
 def test_fewer_microbatches_than_ranks_and_odd_numbers_of_them_train_as_one_process_does(
     verifier: Verifier, layout: Layout, accumulation: int
 ):
-    check(verifier, of(layout, accumulation), layout)
+    check(verifier, piped_case(layout, accumulation), layout)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_fewer_microbatches_than_ranks_and_odd_numbers_of_them_train_as_one_proc
     ids=str,
 )
 def test_uneven_stages_train_as_one_process_does(verifier: Verifier, layout: Layout):
-    check(verifier, of(layout, 4), layout)
+    check(verifier, piped_case(layout, 4), layout)
 
 
 TIED = [
@@ -114,7 +114,7 @@ TIED = [
 
 @pytest.mark.parametrize("layout", rest_prove(TIED, TIED[0], TIED[3]), ids=str)
 def test_a_tied_embedding_trains_as_one_process_does(verifier: Verifier, layout: Layout):
-    check(verifier, of(layout, 4, tied_embedding=True), layout)
+    check(verifier, piped_case(layout, 4, tied_embedding=True), layout)
 
 
 def test_learned_positions_biases_and_layer_norms_train_as_one_process_does(verifier: Verifier):
@@ -127,7 +127,7 @@ def test_learned_positions_biases_and_layer_norms_train_as_one_process_does(veri
         "tied_embedding": True,
     }
     # The gradient of a key's bias is rounding and nothing else.
-    check(verifier, of(layout, 4, **spec), layout, limit=1e-10)
+    check(verifier, piped_case(layout, 4, **spec), layout, limit=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_learned_positions_biases_and_layer_norms_train_as_one_process_does(veri
     ids=str,
 )
 def test_dropout_is_that_of_one_process(verifier: Verifier, layout: Layout):
-    check(verifier, of(layout, 4, dropout=0.2), layout)
+    check(verifier, piped_case(layout, 4, dropout=0.2), layout)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_dropout_is_that_of_one_process(verifier: Verifier, layout: Layout):
     ids=str,
 )
 def test_blocks_computed_again_train_as_one_process_does(verifier: Verifier, layout: Layout):
-    check(verifier, of(layout, 4), layout)
+    check(verifier, piped_case(layout, 4), layout)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_blocks_computed_again_train_as_one_process_does(verifier: Verifier, lay
     ids=str,
 )
 def test_a_pipeline_on_two_data_ranks_trains_as_one_process_does(verifier: Verifier, layout: Layout):
-    check(verifier, of(layout, 4), layout)
+    check(verifier, piped_case(layout, 4), layout)
 
 
 @prove
@@ -197,7 +197,7 @@ def test_a_pipeline_on_two_data_ranks_trains_as_one_process_does(verifier: Verif
     ids=str,
 )
 def test_a_pipeline_on_four_ranks_with_another_axis_trains_as_one_process_does(verifier: Verifier, layout: Layout):
-    check(verifier, of(layout, 4), layout)
+    check(verifier, piped_case(layout, 4), layout)
 
 
 @prove
@@ -211,7 +211,7 @@ def test_a_pipeline_on_four_ranks_with_another_axis_trains_as_one_process_does(v
     ids=str,
 )
 def test_a_pipeline_on_eight_ranks_trains_as_one_process_does(verifier: Verifier, layout: Layout):
-    check(verifier, of(layout, 3), layout)
+    check(verifier, piped_case(layout, 3), layout)
 
 
 @pytest.mark.parametrize(
@@ -229,14 +229,14 @@ def test_a_pipeline_on_eight_ranks_trains_as_one_process_does(verifier: Verifier
     ids=str,
 )
 def test_other_types_are_as_near_as_one_process_is(verifier: Verifier, layout: Layout, dtype: str):
-    report = verifier.parity(replace(of(layout, 3), dtype=dtype), layout)
+    report = verifier.parity(replace(piped_case(layout, 3), dtype=dtype), layout)
     assert report.equal, report.differing or report.worst
     assert dtype == "bfloat16" or report.worst_error < 1e-5, report.worst
 
 
 def test_losses_norms_and_what_stages_share_are_compared_bit_for_bit(verifier: Verifier):
     layout = Layout(pp=2, pp_schedule="dualpipe")
-    report = verifier.parity(of(layout, 4), layout)
+    report = verifier.parity(piped_case(layout, 4), layout)
     # Both ranks hold every parameter: their initial values, and gradients and values in the end of each training. The
     # numbers are the loss and the norm of each step, and an evaluation.
     assert report.n_replicated == 2 * (PIPED.steps * 2 + 1) + N_PARAMETERS * (1 + 2 * (PIPED.steps + 1))

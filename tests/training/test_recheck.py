@@ -92,7 +92,7 @@ def test_what_two_tries_of_a_step_tell():
     assert suspects(Layout(dp_replicate=2), (1,)) == (1,)
     assert suspects(Layout(dp_shard=2, zero=1, ep=2), (1,)) == suspects(Layout(dp_shard=2), ()) == ()
     assert str(Recheck(first, None, 5.0, 1.0, (2, 3))).endswith(
-        "gave another result (loss 5, gradient norm 1): a faulty device, one of those of ranks 2, 3"
+        "gave another result (loss 5, gradient norm 1): a faulty device, on one of ranks 2, 3"
     )
 
 
@@ -123,8 +123,8 @@ def test_a_run_goes_on_past_a_fault_of_a_device_to_the_same_last_bit_and_names_i
     assert (event.kind, event.step, event.rank) == ("fault", 7, 1)
     assert event.text.startswith("step 7: the loss is nan (loss nan, gradient norm ")
     assert "gave another result (loss 5." in event.text
-    assert "): a faulty device, that of rank 1; the step is taken with the second result" in event.text
-    assert "a faulty device, that of rank 1" in " ".join(run.stdout.split())
+    assert "): a faulty device, on rank 1; the step is taken with the second result" in event.text
+    assert "a faulty device, on rank 1" in " ".join(run.stdout.split())
 
 
 @prove

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.config import RunConfig, parse
-from shardwright.config.shrink import shrunk
+from shardwright.config.settle import shrunk
 from shardwright.runs.records import EventRecord
 from shardwright.system.errors import WorkerError
 from shardwright.training.resilience.restarts import Restarts
@@ -48,7 +48,7 @@ def config_of(
 
 
 def dead(rank: int | None) -> WorkerError:
-    return WorkerError(f"rank {rank} was killed by signal 9 (SIGKILL)").of_rank(rank)
+    return WorkerError(f"rank {rank} was killed by signal 9 (SIGKILL)").with_rank(rank)
 
 
 def end_of(restarts: Restarts, error: WorkerError) -> str:
@@ -65,8 +65,7 @@ def test_ranks_start_again_from_the_newest_checkpoint_until_the_restarts_are_use
     first = restarts.after(dead(1), [])
     assert (first.kind, first.step, first.rank) == ("restart", 0, 1)
     assert first.text == (
-        "restart 1 of 2, from where the run began, as nothing was saved yet, on 2 ranks: rank 1 was killed by signal 9 "
-        "(SIGKILL)"
+        "restart 1 of 2, from the start, as nothing was saved yet, on 2 ranks: rank 1 was killed by signal 9 (SIGKILL)"
     )
     assert restarts.attempt.config.checkpoint.resume == "no"
     second = restarts.after(dead(1), SAVED)
@@ -222,7 +221,7 @@ def place_1_is_broken(rank: int) -> None:
 def test_when_the_restarts_are_used_up_the_run_ends_with_the_reason(run_file):
     run = train(run_file, "--max-restarts", "1", fault=place_1_is_broken, expect=3)
     said = run.stderr
-    assert said.startswith("restart 1 of 1, from where the run began, as nothing was saved yet, on 2 ranks: rank 1 was")
+    assert said.startswith("restart 1 of 1, from the start, as nothing was saved yet, on 2 ranks: rank 1 was")
     assert "\nerror: rank 1 was killed by signal 9 (SIGKILL)" in said
     assert "the one restart of --max-restarts 1 is used up" in said
     assert "Traceback" not in said

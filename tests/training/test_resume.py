@@ -363,7 +363,7 @@ def test_a_folder_that_holds_a_run_is_not_written_over(run_file):
     assert "already holds a run, saved up to step-00000010; add --resume" in again.stderr
     older = run_file.parent / "out" / "checkpoints" / "step-00000005"
     back = train(run_file, "--set", f"checkpoint.resume={older}", expect=2)
-    assert "which going on from" in back.stderr
+    assert "which a run from" in back.stderr
     train(run_file, "--set", f"checkpoint.resume={older}", "--set", f"out={run_file.parent}/branch")
     assert [step for step, _, _ in trajectory(run_file, "branch")] == list(range(6, 21))
 
@@ -391,7 +391,7 @@ def test_the_installed_command_with_workers_of_its_own_resumes_after_a_kill(run_
     killed = subprocess.run(command, env=os.environ | fault, capture_output=True, text=True)
     assert killed.returncode == 3, killed.stderr
     assert killed.stderr.startswith("error: rank 1 was killed by signal 9 (SIGKILL)")
-    assert re.search(r"saved up to .*step-\d{8}; go on from it with --resume", killed.stderr), killed.stderr
+    assert re.search(r"saved up to .*step-\d{8}; continue from it with --resume", killed.stderr), killed.stderr
     resumed = subprocess.run([*command, "--resume"], capture_output=True, text=True)
     assert resumed.returncode == 0, resumed.stderr
     same_run(run_file, uninterrupted)

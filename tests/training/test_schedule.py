@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.config import ScheduleSection
-from shardwright.training.schedule import learning_rate
+from shardwright.training.optimizer import learning_rate
 
 PEAK = 2.0
 

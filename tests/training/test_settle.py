@@ -90,10 +90,10 @@ def test_a_run_goes_on_with_what_it_began_with(tmp_path: Path):
     again, said = settle(config(tmp_path, checkpoint={"resume": "auto"}, steps=9), CPU, ranks_here=1)
     assert chosen(again) == "full"
     assert again.layout.recomputation == began.layout.recomputation
-    assert "as the run began" in said
+    assert "as at the start of the run" in said
     larger = {"seq_len": 128, "global_batch": 64, "micro_batch": 8}
     other, said = settle(config(tmp_path, checkpoint={"resume": "auto"}, batch=larger), CPU, ranks_here=1)
-    assert "as the run began" not in said, "another batch needs another choice"
+    assert "as at the start of the run" not in said, "another batch needs another choice"
     assert chosen(other) == "none"
 
 

@@ -125,7 +125,7 @@ def check_spiked_step(name: str, kind: str = "nan", mutations: tuple[Mutation, .
     (windows,) = {(tuple(state.losses), tuple(state.norms)) for *_, state in found}
     if kind == "nan":
         assert said.startswith("the gradient norm is ")
-        assert "in the order of the backward pass, is that of embedding.weight on rank" in said
+        assert "in the order of the backward pass, belongs to embedding.weight on rank" in said
         assert len(windows[0]) == 1
     else:
         assert said.startswith("the loss ")
@@ -142,7 +142,7 @@ def test_a_spike_on_one_rank_changes_nothing_on_any(name: str, kind: str):
 def test_the_ranks_and_the_parameter_that_numbers_come_from_are_named():
     assert in_words([(False, 1), (True, 2), (False, 2), (False, -1)], ["a", "b", "c"]) == (
         "the loss is not finite on rank 1; the first gradient that is not finite, in the order of the backward pass, "
-        "is that of c on ranks 1, 2"
+        "belongs to c on ranks 1, 2"
     )
 
 
@@ -228,10 +228,10 @@ def nan_in_step(number: int, times: int, rank: int) -> None:
 def test_a_run_that_stops_at_a_gradient_that_is_not_finite_names_it_and_saves_nothing_of_it(run_file):
     run = train(run_file, "--set", "faults.spike=stop", fault=partial(nan_in_step, 7, 1), expect=3)
     assert run.stderr.startswith("error: step 7: the gradient norm is inf (loss 5."), run.stderr
-    assert "is that of embedding.weight on rank" in run.stderr
+    assert "belongs to embedding.weight on rank" in run.stderr
     assert "weights and checkpoints are those from before it" in run.stderr
     assert "Traceback" not in run.stderr
-    assert run.stderr.rstrip().endswith("step-00000005; go on from it with --resume")
+    assert run.stderr.rstrip().endswith("step-00000005; continue from it with --resume")
     assert checkpoints(run_file) == ["step-00000005"]
     assert [(each.kind, each.step) for each in events(run_file)] == [("start", 0), ("save", 5), ("spike", 7)]
     train(run_file, "--set", "faults.spike=stop", "--resume")
@@ -243,10 +243,10 @@ def test_by_default_a_number_that_is_not_finite_stops_a_run_before_it_is_saved_a
     settings = ("--set", "metrics.every=20", "--set", "checkpoint.every=3", "--set", "checkpoint.async_mode=async")
     run = train(run_file, *settings, fault=partial(nan_in_step, 7, 1), expect=3)
     assert run.stderr.startswith("error: step 7: the gradient norm is inf (loss 5."), run.stderr
-    assert "is that of embedding.weight on rank" in run.stderr
+    assert "belongs to embedding.weight on rank" in run.stderr
     assert "(found after step 9): checkpoints are those from before step 7" in run.stderr
     assert "Traceback" not in run.stderr
-    assert run.stderr.rstrip().endswith("step-00000006; go on from it with --resume")
+    assert run.stderr.rstrip().endswith("step-00000006; continue from it with --resume")
     assert checkpoints(run_file) == ["step-00000003", "step-00000006"]
     assert [(each.kind, each.step) for each in events(run_file)][-1] == ("spike", 7)
 
@@ -281,7 +281,7 @@ def test_every_rank_finds_the_same_first_step_with_a_number_that_is_not_finite(n
     assert told.startswith(
         "the loss is inf" if kind == "loss" else ("the gradient norm is inf", "the gradient norm is nan")
     ), told
-    assert ("the loss is not finite on rank" if kind == "loss" else "is that of embedding.weight on rank") in told
+    assert ("the loss is not finite on rank" if kind == "loss" else "belongs to embedding.weight on rank") in told
 
 
 @prove

@@ -77,7 +77,7 @@ def test_stages_are_compared_with_their_own_past_and_not_with_other_stages():
     (slow,) = judged(STAGES, slowed(own_s, 3, 100))
     assert slow.rank == 3
     assert 100 < slow.step <= 120
-    assert "as long as it used to, beside all other ranks (" in slow.text
+    assert "as long as it used to, compared with all other ranks (" in slow.text
 
 
 def test_equal_ranks_are_not_named():

@@ -21,7 +21,7 @@ from shardwright.training.resilience.spikes import SpikeGuard
 from tests.streams import DEVICE, Streams, watched
 from tests.training.bugs.bug import EVEN
 from tests.training.test_offload_activations import Layers
-from tests.training.test_optimizers import of_one_process
+from tests.training.test_optimizers import whole_parameters
 from tests.training.test_spikes import SKIP
 from tests.training.worlds import OPTIMIZER
 
@@ -95,7 +95,7 @@ def test_a_step_is_judged_by_its_own_loss_and_norm_while_the_device_clips():
 
 
 def test_an_update_on_the_host_waits_for_gradients_and_the_next_pass_for_the_weights():
-    streams, parameters = Streams(), of_one_process(EVEN)
+    streams, parameters = Streams(), whole_parameters(EVEN)
     with watched(streams):
         streams.on_device(*parameters.values())
         optimizer = build_optimizer(parameters, EVEN, OPTIMIZER, Host(2**11))

@@ -97,10 +97,10 @@ def test_data_of_another_tokenizer_is_refused_by_every_verb(folder: Path, tmp_pa
     text = (folder / "run.toml").read_text().replace("\nmodel = {", "\n# model = {") if key == "model.from" else None
     run_file = folder / f"{model}-{key}.toml"
     run_file.write_text(text or (folder / "run.toml").read_text())
-    with pytest.raises(InputError, match="other' was prepared with another tokenizer than that of"):
+    with pytest.raises(InputError, match="other' was not prepared with the tokenizer of"):
         start(load(run_file, settings), quiet=True)
     said = run("eval", folder / model, "--data", folder / "other", code=2)
-    assert "was prepared with another tokenizer than that of the model (" in said
+    assert "was not prepared with the tokenizer of the model (" in said
     start(load(run_file, [*settings, "data.other_tokenizer=true"]), quiet=True)
 
 

@@ -10,14 +10,14 @@ from tests.training.object_store import s3
 from tests.training.runs import Run, train, training, trajectory
 
 
-def at(url: str, run_file: Path) -> tuple[str, ...]:
+def url_options(url: str, run_file: Path) -> tuple[str, ...]:
     """Arguments of a run on tokens at a URL, with a small cache."""
     return "--set", f"data.path={url}", "--set", f"data.cache={run_file.parent}/cache", "--set", "data.cache_gib=1e-4"
 
 
 @prove
 def test_a_run_on_tokens_at_a_url_is_that_on_the_folder(run_file: Path, tokens: Path, uninterrupted: Path):
-    run = train(run_file, *at(f"file://{tokens}", run_file))
+    run = train(run_file, *url_options(f"file://{tokens}", run_file))
     assert trajectory(run_file) == trajectory(uninterrupted)
     assert "Traceback" not in run.stderr
 
@@ -30,7 +30,7 @@ def test_a_run_on_tokens_in_an_object_store_goes_on_without_its_mirror(
         system.put(str(tokens), "bucket/tokens", recursive=True)
 
         def trained(*arguments: str, expect: int = 0) -> Run:
-            options = at("s3://bucket/tokens", run_file)
+            options = url_options("s3://bucket/tokens", run_file)
             with training(run_file, *options, *arguments, environment=environment) as run:
                 assert run.wait() == expect, run.stderr
             return run

@@ -27,7 +27,7 @@ def after(line: str, code: str) -> tuple[str, str]:
     return line, f"{line}        {code}\n"
 
 
-def of_norm(value: str) -> tuple[str, str]:
+def norm_change(value: str) -> tuple[str, str]:
     return NORM, f"    def gradient_norm(self):\n        return {value}\n\n{NORM}"
 
 
@@ -68,8 +68,8 @@ IN_ONE_PROCESS: list[tuple[tuple[str, str], int, str]] = [
     ((LOSS, "return total.repeat(2)"), 2, "step() returned a tensor of shape (2,); a number or a tensor with one"),
     ((LOSS, "return 'low'"), 2, "step() returned str; a number"),
     ((LOSS, "return None"), 2, "step() returned None on every rank"),
-    (of_norm("None"), 2, "gradient_norm() returned NoneType; a number"),
-    (of_norm("[1.0]"), 2, "gradient_norm() returned list; a number"),
+    (norm_change("None"), 2, "gradient_norm() returned NoneType; a number"),
+    (norm_change("[1.0]"), 2, "gradient_norm() returned list; a number"),
     ((GRADIENTS, "return list(self.model.parameters())"), 2, "gradients() returned list; a dict of global names"),
     ((GRADIENTS, GRADIENTS.replace("p.grad", "p.grad.numpy()")), 2, "is of type ndarray; a whole tensor"),
     ((GRADIENTS, GRADIENTS.replace("p.grad", "p.grad.to_sparse()")), 2, "is of the layout torch.sparse_coo; a dense"),

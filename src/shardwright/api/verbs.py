@@ -182,10 +182,10 @@ def dryrun(
     outside of the world, InputError for an invalid size or choice.
     """
     from shardwright.config import as_toml, load, parse
-    from shardwright.dry_run.run import how_of
+    from shardwright.dry_run.run import dry_run_settings
     from shardwright.verification.ranks import start_server
 
-    how = how_of(device_memory, count_as, steps, imbalance)
+    how = dry_run_settings(device_memory, count_as, steps, imbalance)
     start_server()
     from shardwright.dry_run.run import dry_run
 
@@ -270,6 +270,6 @@ class Run:
     def model(self, checkpoint: str | Path | None = None) -> "Transformer":
         """Return the whole model of a checkpoint, by default the newest, on one process: on the CPU, in evaluation
         mode, in the type it was trained in. Raises CheckpointError if there is no checkpoint, or if it is damaged."""
-        from shardwright.training.checkpoint.whole import newest_checkpoint, restore
+        from shardwright.training.weights import newest_checkpoint, restore
 
         return restore(newest_checkpoint(self.folder) if checkpoint is None else Path(checkpoint))

@@ -198,7 +198,7 @@ def _print_summary(out: Path, manifest: DataManifest, elapsed_s: float) -> None:
     if structured := manifest.source.get("structured"):
         console.print(
             f"[yellow]note:[/] {counted(structured, 'file')} of JSON or tables without records that can "
-            f"be read, each of which is one document, brackets and commas included; the first: "
+            f"be read; each of them is one document, with brackets and commas; the first: "
             f"{escape(manifest.source['structured_first'])}; convert records to JSON lines, one object a line",
             soft_wrap=True,
         )

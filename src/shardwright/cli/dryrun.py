@@ -126,13 +126,13 @@ def _problems(options: DryrunOptions) -> list[str]:
     if options.ranks is not None and options.rank is not None:
         problems.append(f"--rank {options.rank} and --ranks {options.ranks}: leave one out")
     if options.device_memory is not None and options.cluster is not None:
-        problems.append("--device-memory and --cluster both say how much memory there is; leave one out")
+        problems.append("--device-memory and --cluster both set the memory; leave one out")
     return problems
 
 
 def _how(config: "RunConfig", options: DryrunOptions) -> "DryRunSettings":
     """Return the settings of the dry run. Raises InputError if the memory of a rank's device is not known."""
-    from shardwright.dry_run.run import how_of
+    from shardwright.dry_run.run import dry_run_settings
     from shardwright.system.units import GiB
 
     memory: str | float
@@ -148,7 +148,7 @@ def _how(config: "RunConfig", options: DryrunOptions) -> "DryRunSettings":
             "the run file"
         )
     history = options.trace is not None or options.snapshot is not None
-    return how_of(memory, options.count_as, options.steps, options.imbalance, history)
+    return dry_run_settings(memory, options.count_as, options.steps, options.imbalance, history)
 
 
 def _cluster_memory(text: str, hardware: Path | None, world_size: int) -> float:

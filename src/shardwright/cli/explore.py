@@ -102,7 +102,7 @@ def _state_of_run(
         raise InputError(*(f"{run}: {problem}" for problem in parsed.problems))
     left_out = _left_out(job, parsed.state.job)
     if request.given is not None and request.given.batch.stages:
-        left_out.append("batch.stages except the one that needs most memory")
+        left_out.append("batch.stages except the stage that needs most memory")
     if left_out:
         error_console.print(f"{run}: the page leaves out {', '.join(left_out)}", markup=False, soft_wrap=True)
     return parsed.state

@@ -17,8 +17,8 @@ from typer.core import TyperCommand, TyperGroup
 
 import shardwright
 from shardwright.system.console import LossyStream, discard_output
+from shardwright.system.control_groups import brief_waiting
 from shardwright.system.errors import FullError, InputError, system_limit
-from shardwright.system.openmp import brief_waiting
 from shardwright.system.signals import interrupts, raise_postponed_interrupt
 
 _USAGE_ERROR: Any = typer.BadParameter.__base__

@@ -188,7 +188,7 @@ def _compare_with_run(request: PlanRequest, options: PlanOptions) -> None:
 
 
 def _write(request: PlanRequest, job: "Job", choice: "Choice", options: PlanOptions) -> None:
-    """With --write, write the layout as a run file: the given run file with its layout and batch replaced, or a new run
+    """Write the layout as a run file, with --write: the given run file with its layout and batch replaced, or a new
     file."""
     if options.write is None:
         return
@@ -235,7 +235,7 @@ def _replanned(
     table.get("checkpoint", {}).pop("resume", None)
     remark = (
         f"# Written by `{command}`.\n"
-        f"# out is a new folder, so that the run in {json.dumps(config.out)} stays as it is; this run starts anew "
+        f"# out is a new folder, so that the run in {json.dumps(config.out)} stays as it is; this run starts at step 0 "
         '(checkpoint.resume = "no").\n'
     )
     return remark + resolved_toml(parse(table, source=str(path)), absolute=True)

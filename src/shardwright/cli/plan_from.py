@@ -133,7 +133,7 @@ def run_reader(
     run, cluster, _ = read_run(options.from_, options.plan_options())
     text = run_file_text(run, run.job(cluster), shlex.join(["shardwright", *sys.argv[1:]]))
     error_console.print(
-        f"{run.files[0]}, {run.system.name}: {run.choice}; plan --from shows what was read", markup=False
+        f"{run.files[0]}, {run.system.name}: {run.choice}; plan --from shows the settings that were read", markup=False
     )
     return lambda overrides: parse(parse_toml(text), overrides, source=f"{run.files[0]}, as a run file")
 

@@ -78,7 +78,7 @@ def _read_stages(options: PlanOptions, config: "RunConfig | None") -> "tuple[Pla
             continue
         stage = PlannedStage(float(match[1]), int(match[2]), int(match[3] or seq_len))
         if stage.from_tokens != 0 and not number:
-            problems.append(f"{where}: the first stage begins at 0 tokens; write 0:BATCH first")
+            problems.append(f"{where}: the first stage starts at 0 tokens; write 0:BATCH first")
         if stages and stage.from_tokens <= stages[-1].from_tokens:
             problems.append(f"{where} is not after the stage before, {stages[-1].from_tokens:,.0f} tokens")
         if min(stage.global_batch, stage.seq_len) < 1:

@@ -174,12 +174,12 @@ def plan_option_problems(options: PlanOptions) -> list[str]:
         problems.append(f"--prefer {options.prefer}: not a preference; {nearest(options.prefer, PREFERENCES)}")
     if options.explain is not None and options.prefer is not None:
         problems.append(
-            "--prefer says which layout of a search is recommended, and --explain searches nothing; leave one out"
+            "--prefer chooses the layout of a search that is recommended, and --explain searches nothing; leave one out"
         )
     if options.explain is not None and html is not None:
         problems.append("--html shows what a search finds, and --explain searches nothing; leave one out")
     if options.explain is not None and options.fix is not None:
-        problems.append("--fix restricts what is searched, and --explain searches nothing; leave one out")
+        problems.append("--fix restricts the search, and --explain searches nothing; leave one out")
     alone = [f"--{name}" for name in ("explain", "write") if getattr(options, name) is not None]
     if options.compare and alone:
         others = " and ".join(alone).replace("_", "-")
@@ -206,5 +206,5 @@ def measured_option_problems(options: PlanOptions) -> list[str]:
         )
     given = [field.name for field in fields(options) if getattr(options, field.name) != field.default]
     if others := " and ".join(f"--{name.replace('_', '-')}" for name in given if name not in WITH_MEASURED):
-        problems.append(f"--measured compares the run file as it is with its run; leave out {others}")
+        problems.append(f"--measured compares the unchanged run file with its run; leave out {others}")
     return problems

@@ -283,7 +283,7 @@ def _number_problems(options: PlanServeOptions) -> list[str]:
     }
     problems = size_problems(sizes, needed=("--input-len", "--output-len"))
     if options.concurrency is not None and options.rate is not None:
-        problems.append("--concurrency and --rate both say how many requests there are; leave one out")
+        problems.append("--concurrency and --rate both set the number of requests; leave one out")
     if options.draft_tokens < 0:
         problems.append(f"--draft-tokens {options.draft_tokens}: a number of 0 or more is needed")
     if options.draft_tokens > 0 and options.acceptance is None:

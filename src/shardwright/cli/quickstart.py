@@ -104,7 +104,7 @@ def quickstart(
     vocab_size = _tokenise(places, say)
     config = _write_run_file(places, steps, vocab_size)
     if not _train(config, places, say, quiet=json):
-        say("              the same command goes on from there")
+        say("              the same command continues from there")
         raise typer.Exit(os.EX_TEMPFAIL)
     answer = _show(places, say)
     if json:
@@ -250,6 +250,6 @@ What to try next
   {command} data inspect {places.data}
   {command} train {run_file} --set out=runs/zero3 --set layout.zero=3   # parameters sharded too
   {command} report {run}
-  {command} train --keys                                     # all that a run file can say
+  {command} train --keys                                     # every key of a run file
   {command} explore {run_file}   # other layouts, models and clusters in the browser"""
     )

@@ -81,7 +81,7 @@ def train(
 def _refuse_what_does_not_fit(config: RunConfig) -> None:
     """Raise InputError if the run needs more memory than a rank has, with remedies, and under torchrun and srun, where
     every rank would do the dry run."""
-    from shardwright.dry_run.run import dry_run, fullest_by_plan, how_of
+    from shardwright.dry_run.run import dry_run, dry_run_settings, fullest_by_plan
     from shardwright.training.ranks import ProcessRank, pick_device, place_from_environment
     from shardwright.training.settle import memory_of
 
@@ -93,7 +93,7 @@ def _refuse_what_does_not_fit(config: RunConfig) -> None:
     memory_bytes = memory_of(device, config.layout.layout().world_size)
     if config.memory_gib is not None:
         memory_bytes = config.memory_gib * GiB
-    how = how_of(memory_bytes, "gpu" if device.type == "cuda" else "cpu", steps=2, imbalance=1.0)
+    how = dry_run_settings(memory_bytes, "gpu" if device.type == "cuda" else "cpu", steps=2, imbalance=1.0)
     with progress("running dry") as tell:
         result = dry_run(config, how, fullest_by_plan(config), tell=tell)
     needed = f"{format_bytes(result.needed_bytes(result.fullest))} of the {format_bytes(how.limit_bytes)}"

@@ -70,7 +70,7 @@ def state_in_words(run: FollowedRun) -> str:
     """`step 40 of 100, 12 s left`, `all 100 steps are done`, `stopped after step 40 of 100: its process is gone`."""
     step, steps, runs = run.step, run.config.steps, run.runs
     if step >= steps:
-        return f"all {steps:,} steps are done" + (", the run goes on to its end" if runs else "")
+        return f"all {steps:,} steps are done" + (", the run continues to its end" if runs else "")
     words = f"step {step:,} of {steps:,}"
     if runs is False:
         return f"stopped after {words}: its process is gone; written last {_ago(run)}; {_way_on(run)}"
@@ -91,7 +91,7 @@ def _way_on(run: FollowedRun) -> str:
     """Return how to continue a run whose process is gone, if its launcher (`--max-restarts`, a scheduler) does not."""
     saved = resumable(run.folder, run.config.checkpoint.local)
     if not saved:
-        return "no checkpoint is complete, so it can only start anew"
+        return "no checkpoint is complete, so it can only start again from step 0"
     command = resume_command(run.folder, run.config, run.step)
     return f"unless it is restarted, this continues from step {step_of(saved[-1]):,}: {command}"
 

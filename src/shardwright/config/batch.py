@@ -121,7 +121,7 @@ class BatchSection(RunFileSection):
         keys |= {f"batch.stages.{n}.{size}": getattr(stage, size) or 1 for n, stage in enumerate(self.stages)}
         return {key: most for key, value in keys.items() if value > most}
 
-    def of_stage(self, stage: BatchStage) -> "BatchSection":
+    def stage_section(self, stage: BatchStage) -> "BatchSection":
         """Return the section of a run that has the batch of one stage in every step."""
         return BatchSection(seq_len=stage.seq_len, global_batch=stage.global_batch, micro_batch=stage.micro_batch)
 
@@ -159,7 +159,7 @@ def _order_problems(batch: BatchSection, steps: int | None) -> Iterator[str]:
         where = f"batch.stages.{number}.{key}={getattr(given, key):,.15g}"
         if stage.from_step <= before.from_step:
             yield (
-                f"{where} is not after the stage before, which begins at step {before.from_step:,} "
+                f"{where} is not after the stage before, which starts at step {before.from_step:,} "
                 f"({before.tokens_before:,} tokens); give the stages in order"
             )
         elif steps is not None and stage.from_step >= steps:

@@ -114,7 +114,7 @@ def fault_problems(
         )
     if spike == "rollback" and data and data.stages:
         yield (
-            "faults.spike='rollback' with data.stages: a stage begins with a sample that is counted from the start of "
+            "faults.spike='rollback' with data.stages: a stage starts with a sample that is counted from the start of "
             "the run, and samples that are left out would move it; set faults.spike='skip'"
         )
 

@@ -79,7 +79,7 @@ class ProfileSection(RunFileSection):
 
     @property
     def requested(self) -> bool:
-        """Whether a run does anything for this section."""
+        """Return whether a run does anything for this section."""
         return self.first_step is not None or self.memory
 
     @property

@@ -112,7 +112,7 @@ def _stage_problems(data: DataSection, steps: int | None) -> Iterator[str]:
         where = f"data.stages.{number}"
         if stage.from_step <= before:
             rule = (
-                f"after that of the stage before, {before}"
+                f"later than from_step of the stage before, {before}"
                 if number
                 else "1 or more; the weights of sources are from 0"
             )

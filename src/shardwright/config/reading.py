@@ -60,7 +60,7 @@ def _run_file_of(folder: Path) -> str:
         return f"the run file of the run in it is {folder / RUN_FILE}"
     if (folder / "config.json").is_file():
         return f"a model of transformers is named with --model {folder} in a plan, or as model.from in a run file"
-    return "a run file is TOML, like those in examples/"
+    return "a run file is TOML, like the files in examples/"
 
 
 def _refuse_moved(path: Path, config: RunConfig, overrides: Sequence[str]) -> None:
@@ -71,8 +71,8 @@ def _refuse_moved(path: Path, config: RunConfig, overrides: Sequence[str]) -> No
     is_given = any(override.partition("=")[0].strip() == "out" for override in overrides)
     if is_kept and not is_given and real_path(folder) != real_path(config.out):
         raise ConfigError(
-            f"{path}: the run in this folder was moved or copied here from out={config.out!r}; go on with it by "
-            f"--set out={shlex.quote(str(folder))}, or start anew in another folder by --set out=..."
+            f"{path}: the run in this folder was moved or copied here from out={config.out!r}; continue it by "
+            f"--set out={shlex.quote(str(folder))}, or start a new run in another folder by --set out=..."
         )
 
 

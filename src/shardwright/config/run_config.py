@@ -102,7 +102,7 @@ class RunConfig(RunFileSection):
         batch = self.batch
         if not batch.stages:
             return [self]
-        return [self.model_copy(update={"batch": batch.of_stage(stage)}) for stage in batch.schedule.stages]
+        return [self.model_copy(update={"batch": batch.stage_section(stage)}) for stage in batch.schedule.stages]
 
     def clock(self, step: int) -> int:
         """Return the argument of the learning-rate schedule after `step` steps: the steps, or their tokens."""
@@ -134,7 +134,7 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
         layout = valid["layout"].layout() if "layout" in valid else None
     if batch:
         result += (of_stages := stage_problems(batch, valid.get("steps")))
-        stages = [batch] if of_stages else [batch.of_stage(stage) for stage in batch.schedule.stages]
+        stages = [batch] if of_stages else [batch.stage_section(stage) for stage in batch.schedule.stages]
         lengths = [stage.seq_len for stage in stages]
         for number, stage in enumerate(stages):
             problems = _batch_problems(stage, spec, bool(spec_problems), layout, valid.get("precision"))

@@ -244,14 +244,14 @@ Scope = Literal["sequence", "document"]
 
 
 class TokenCache(NamedTuple):
-    """Where tokens at a URL are mirrored (None: the default folder), and how many bytes of its disk they may occupy."""
+    """The folder in which tokens at a URL are mirrored (None: the default folder), and the most bytes of its disk."""
 
     folder: str | None = None
     n_bytes: int = 20 * GiB
 
 
 class DataSection(RunFileSection):
-    """Where the tokens are and how sequences are made of them."""
+    """The place of the tokens, and how sequences are made of them."""
 
     path: str | None = Field(
         None,
@@ -338,7 +338,7 @@ _LayoutKeys: Any = create_model(
 
 
 class LayoutSection(_LayoutKeys):
-    """How ranks partition model and batch. World size: dp_replicate x dp_shard x cp x tp x pp; ep lies within."""
+    """The partition of model and batch over the dp_replicate x dp_shard x cp x tp x pp ranks; ep is within them."""
 
     @property
     def recomputation(self) -> tuple[str, int | None]:
@@ -425,7 +425,7 @@ class PreferenceSection(RunFileSection):
 
     @property
     def has_reference(self) -> bool:
-        """Whether the loss compares with the log-probabilities of a reference model."""
+        """Return whether the loss compares with the log-probabilities of a reference model."""
         return self.kind in ("dpo", "ipo")
 
     @property

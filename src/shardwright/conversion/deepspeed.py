@@ -228,7 +228,7 @@ class DeepSpeedFolder(WholeTensors):
             if name not in group:
                 raise DamagedError(f"{file}: {name} is no parameter of the group that its elements are in")
             if start != end:
-                raise DamagedError(f"{file}: {name} begins at element {start:,}, and {end:,} come before it")
+                raise DamagedError(f"{file}: {name} starts at element {start:,}, and {end:,} come before it")
             end += count
         for kind, tensor in flat.items():
             values = checked(WholeTensor, {"param": tensor}, f"{file}: {kind}").param

@@ -155,7 +155,9 @@ def _write_dcp(naming: str) -> Callable[[TrainingState, Path, RunConfig | None],
         with new_folder(out, is_free, CheckpointError) as fresh:
             write_dcp_state(state, fresh, naming)
         if naming == TORCHTITAN and state.step is not None:
-            return ["torchtitan begins its data anew: --checkpoint.exclude_from_loading dataloader"]
+            return [
+                "torchtitan starts its data from the first sample again: --checkpoint.exclude_from_loading dataloader"
+            ]
         return []
 
     return write

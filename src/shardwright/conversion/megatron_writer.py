@@ -79,7 +79,7 @@ def write_megatron_state(state: TrainingState, out: Path) -> list[str]:
     remarks = ["Megatron loads it with --override-opt_param-scheduler: its schedule is not in the checkpoint"]
     if state.samples is None:
         remarks.append(
-            "Megatron starts its schedule anew, and computes its position in the data from the step: the number of "
+            "Megatron starts its schedule again, and computes its position in the data from the step: the number of "
             "samples is not known"
         )
     return remarks

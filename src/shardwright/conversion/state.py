@@ -7,7 +7,7 @@ from typing import Any
 from shardwright.config import RunConfig
 from shardwright.model.modules import row_of, rows
 from shardwright.model.spec import ModelSpec
-from shardwright.training.schedule import learning_rate
+from shardwright.training.optimizer import learning_rate
 from shardwright.training.weights import Weights
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

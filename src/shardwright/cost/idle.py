@@ -137,7 +137,7 @@ class _SteadyRounds:
     @staticmethod
     def from_schedules(schedule: Schedule, shorter: Schedule) -> "_SteadyRounds":
         """Return the repeated round. `shorter`: the same schedule with a round less."""
-        starts, _ = play(schedule, Times().of_stages(schedule.n_stages))
+        starts, _ = play(schedule, Times().times_by_stage(schedule.n_stages))
         order = sorted((start, rank, at) for rank, begins in enumerate(starts) for at, start in enumerate(begins))
         of_round = [len(one) - len(other) for one, other in zip(schedule.ranks, shorter.ranks, strict=True)]
         first = [(len(one) - n) // 2 for one, n in zip(schedule.ranks, of_round, strict=True)]
@@ -153,7 +153,7 @@ class _SteadyRounds:
     def makespan(self, schedule: Schedule, times: Times, rounds: int) -> float:
         """Return the longest path of the schedule with `rounds` more. Considered are the paths that reach an action,
         then cycle from it to its own later repetitions, and then run from it to the end."""
-        durations = times.of_stages(schedule.n_stages)
+        durations = times.times_by_stage(schedule.n_stages)
         starts, _ = play(schedule, durations, times.comm)
         rest, repeated = self._rest(schedule, durations, times.comm), self._repeated(schedule, durations, times.comm)
         longest_path = 0.0

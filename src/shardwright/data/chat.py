@@ -141,7 +141,7 @@ class ChatFormat:
 
     @property
     def writes_date(self) -> bool:
-        """Whether the rendered text depends on `now`."""
+        """Return whether the rendered text depends on `now`."""
         return any(
             "strftime_now" in template for template in (self.template, self.tool_template) if template is not None
         )

@@ -121,7 +121,7 @@ def _kind_of_object(path: File, text_key: str | None) -> Kind:
     if value is None:
         if _is_record(_first_object(content), text_key):
             raise DataError(
-                f"{path}: it begins with a JSON object that is a record, and has more than one object on a line or "
+                f"{path}: it starts with a JSON object that is a record, and has more than one object on a line or "
                 f"something else behind it; write one object a line"
             )
         return "text"
@@ -183,7 +183,7 @@ def array_items(file: Any, where: str, lenient: bool = False) -> Iterator[Any]:
             try:
                 item, end = decoder.raw_decode(text)
                 if end == len(text):
-                    raise ValueError("it may go on")
+                    raise ValueError("it may continue")
             except ValueError as error:
                 more = reader.read(max(len(text), CHUNK_BYTES))
                 if not more or len(text) > LONGEST_RECORD_BYTES:

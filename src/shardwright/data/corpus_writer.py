@@ -66,7 +66,7 @@ class CorpusWriter:
 
     @property
     def _enough(self) -> bool:
-        """Whether no document is to follow the documents that are written."""
+        """Return whether the documents that are written are enough, so that no other follows."""
         return self.n_tokens >= self._max_tokens and self.n_documents % self._per_record == 0
 
     @property

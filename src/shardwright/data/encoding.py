@@ -54,7 +54,7 @@ class TextWindow(NamedTuple):
 
     @property
     def needs_offsets(self) -> bool:
-        """Whether the character positions of its tokens are needed."""
+        """Return whether the character positions of its tokens are needed."""
         return bool(self.section.spans is not None or self.section.skip or self.start or not self.last)
 
 

@@ -219,7 +219,7 @@ class MirroredFile(CheckedFile):
         self._mirror = mirror
 
     def read(self, start: int, length: int) -> np.ndarray:
-        """As `CheckedFile.read`; the result is a copy, because another rank may evict the blocks at any time."""
+        """Read as `CheckedFile.read`; the result is a copy, because another rank may evict the blocks at any time."""
         item, block = self._row.itemsize, self._block_bytes
         begin, end = start * item, min(start + length, len(self)) * item
         if end <= begin:

@@ -81,7 +81,7 @@ class SampleOrder:
 
     @property
     def numbers(self) -> int:
-        """How many numbers the samples of this source have among the samples of all sources."""
+        """Return how many numbers the samples of this source have among the samples of all sources."""
         return self.n
 
 

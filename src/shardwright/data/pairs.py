@@ -33,7 +33,7 @@ class PairFormat(ChatFormat):
             rest["prompt"] = prompt
         n_shared = next((n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
         if n_shared is None:
-            raise BadConversation("one of 'chosen' and 'rejected' begins with the whole other one; both need an answer")
+            raise BadConversation("one of 'chosen' and 'rejected' starts with the whole other one; both need an answer")
         if roles := [role for answer in (chosen, rejected) if (role := _role(answer[n_shared])) not in (None, ANSWER)]:
             raise BadConversation(
                 f"message {n_shared + 1}, the first that differs in 'chosen' and 'rejected', has the role "

@@ -126,7 +126,7 @@ class Publication:
         for name, given, recorded in compared:
             if given != recorded:
                 raise DataError(
-                    f"{self.folder}: its shards were written with another {name}; give the one in that folder to "
+                    f"{self.folder}: its shards were written with another {name}; give the {name} in that folder to "
                     f"continue, or choose another --out"
                 )
 

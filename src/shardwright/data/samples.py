@@ -3,7 +3,7 @@
 Position t of a sample reads token t and predicts token t + 1; where the mask is False the prediction is not part of the
 loss (its target becomes IGNORE). In conversations only the tokens of answers count.
 
-Lengths of the documents in packed sequences, and their effect on attention; no torch.
+Packed sequences also have the lengths of their documents, within which attention may stay. No torch.
 """
 
 from abc import ABC, abstractmethod
@@ -294,7 +294,7 @@ def samples_of(split: TokenSplit, data: DataSection, seq_len: int) -> SplitSampl
     """Return the samples of a split, by the run file. Raises DataError for a split that has none."""
     if data.attention == "document" and not split.n_documents:
         raise DataError(
-            f"{split.folder}: data.attention='document' needs to know where documents begin, and the {split.name} "
+            f"{split.folder}: data.attention='document' needs to know where documents start, and the {split.name} "
             f"split has {split.n_tokens} tokens and no document in its index; prepare the data again, or take "
             f"data.attention='sequence'"
         )

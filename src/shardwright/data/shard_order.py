@@ -37,7 +37,7 @@ class ShardOrder:
 
     @property
     def ended(self) -> bool:
-        """Whether only one epoch can be taken, because shards are deleted and no other follows."""
+        """Return whether only one epoch can be taken, because shards are deleted and no other follows."""
         return self._complete and self.published == self.n
 
     def first_shard(self, position: int) -> int:

@@ -69,7 +69,7 @@ class TokenSplit:
     def called(self) -> str:
         """The split in a sentence."""
         if self.first_only:
-            return f"the first shard of the {self.name} split, the one that data.order='shards' evaluates,"
+            return f"the first shard of the {self.name} split, which data.order='shards' evaluates,"
         return f"the {self.name} split"
 
     @property
@@ -108,7 +108,7 @@ class TokenSplit:
 
     @property
     def masked(self) -> bool:
-        """Whether these are conversations, with some tokens that are not trained on."""
+        """Return whether these are conversations, with some tokens that are not trained on."""
         return any(file is not None for file in self._trained)
 
     def trained(self, start: int, length: int) -> np.ndarray:

@@ -51,7 +51,7 @@ class DryRunSettings:
         return (1 - MARGIN) * self.memory_bytes
 
 
-def how_of(
+def dry_run_settings(
     device_memory: str | float, count_as: str, steps: int, imbalance: float, history: bool = False
 ) -> DryRunSettings:
     """Return the settings of a dry run from user input. `device_memory`: text such as 80GiB, or bytes. Raises

@@ -60,7 +60,7 @@ class PathAgreement:
 
     @property
     def holds(self) -> bool:
-        """Whether every log-probability is finite and every difference is within the bound."""
+        """Return whether every log-probability is finite and every difference is within the bound."""
         return math.isfinite(self.bound) and all(path.largest <= self.bound for path in self.paths)
 
 

@@ -69,12 +69,12 @@ class RaggedBatch:
 
     @cached_property
     def is_prefill(self) -> bool:
-        """Whether every sequence starts with this pass, so that it attends to nothing in the cache."""
+        """Return whether every sequence starts with this pass, so that it attends to nothing in the cache."""
         return all(segment.start == 0 for segment in self.segments)
 
     @cached_property
     def is_decode(self) -> bool:
-        """Whether every sequence has one token in this pass."""
+        """Return whether every sequence has one token in this pass."""
         return all(segment.length == 1 for segment in self.segments)
 
     @cached_property

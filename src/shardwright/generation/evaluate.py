@@ -88,7 +88,7 @@ class _EvaluationTask:
     references: Mapping[str, np.ndarray] | None = None
 
     @property
-    def of_pairs(self) -> bool:
+    def compares_pairs(self) -> bool:
         return self.preference.kind != "none"
 
     @property
@@ -154,7 +154,7 @@ def _has_pairs(path: str, cache: TokenCache, split: str) -> bool:
 def _for_data(task: _EvaluationTask, request: EvalRequest, samples: dict[str, Samples]) -> _EvaluationTask:
     """Return the task, of the next token if the data are no pairs. Raises DataError if the loss of pairs was asked."""
     others = [name for name, samples_of_name in samples.items() if not isinstance(samples_of_name, PairSamples)]
-    if not task.of_pairs or not others:
+    if not task.compares_pairs or not others:
         return task
     if request.loss == "pairs":
         raise DataError(f"--loss pairs: {task.folders[others[0]]} has no pairs; prepare them with --format preference")
@@ -203,7 +203,7 @@ def evaluate(request: EvalRequest) -> LossEvaluation | None:
         if request.data is not None:
             data = {f"--data {request.data}": data_folder(request.data, task.data.token_cache)}
             problems += tokenizer_problems(data, {"the model": source.weights.path})
-    if task.of_pairs:
+    if task.compares_pairs:
         problems += pair_loss_problems(task.preference.kind, source.spec, layout)
     if problems:
         raise InputError(*problems)
@@ -227,7 +227,7 @@ def evaluate(request: EvalRequest) -> LossEvaluation | None:
     )
     counted = int(sum(totals[0][1] for totals in sums))
     remarks = unchecked_tokenizers({f"{request.model}": source.weights.path}) if request.data is not None else []
-    if not task.of_pairs:
+    if not task.compares_pairs:
         perplexity = math.exp(min(loss, 700.0))
         return LossEvaluation(loss, perplexity, n_samples, task.seq_len, counted, folders, tuple(remarks))
     named = dict(zip(METRICS, metrics, strict=True))
@@ -262,10 +262,10 @@ def _sums(request: EvalRequest, task: _EvaluationTask, device: torch.device) -> 
             data_ranks=layout.data_ranks,
             vocab_size=source.spec.vocab_size,
             within_documents=task.data.attention == "document",
-            references=partial(values_of_answers, values, samples) if task.of_pairs else None,
+            references=partial(values_of_answers, values, samples) if task.compares_pairs else None,
             max_samples=request.samples,
         )
         sums, counts = work.evaluation_sums(batches).tolist()
-        n_losses = len(sums) if task.of_pairs else 1
+        n_losses = len(sums) if task.compares_pairs else 1
         result.append([*zip(sums, counts, strict=True)][:n_losses])
     return result

@@ -248,7 +248,7 @@ def read_header(path: Path) -> dict[str, TensorInFile]:
             raise
         header = None
     if not isinstance(header, dict):
-        raise DamagedError(f"{path} is damaged: it does not begin with the header of a safetensors file")
+        raise DamagedError(f"{path} is damaged: it does not start with the header of a safetensors file")
     header.pop("__metadata__", None)
     try:
         entries = HEADER.validate_python(header)

@@ -42,7 +42,8 @@ _TRANSIT_WORDS = {
     "fp8": "in fp8",
 }
 _ROUNDED_APART = (
-    "with compressed gradients no bound would tell a bug from rounding; --set layout.{} verifies it without these"
+    "with compressed gradients no bound would distinguish a bug from rounding; --set layout.{} verifies it without "
+    "these"
 )
 
 _ZERO_WORDS = (

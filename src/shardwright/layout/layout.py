@@ -123,7 +123,7 @@ class Layout(LayoutKeys, NumberedRanks):
         n, shards = self.zero_secondary_ranks, self.dp_shard * self.cp
         if n > 1 and not KEYS["zero_secondary_ranks"].used(self):
             valid = ", ".join(map(str, divisors(shards)[1:-1]))
-            rest = f"; valid with so many: {valid}" if valid else ""
+            rest = f"; valid with {shards}: {valid}" if valid else ""
             yield (
                 f"layout.zero_secondary_ranks={n} needs zero=3, pp=1 and more ranks of dp_shard x cp, a multiple of "
                 f"{n}, and here zero={self.zero}, pp={self.pp} and dp_shard x cp = {self.dp_shard} x {self.cp} = "

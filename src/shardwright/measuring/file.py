@@ -47,7 +47,7 @@ def _lines(
 ) -> Iterator[str]:
     most = machine.ranks[-1]
     fits = {points.ranks: rates(points, machine.on_host) for points in machine.ranks}
-    yield f"# Written by `{command}`; docs/measure.md says what each figure is and how it was measured."
+    yield f"# Written by `{command}`; docs/measure.md describes each figure and its measurement."
     yield from (f"# {remark}" for remark in machine.remarks)
     yield "\n[measured]"
     yield from _pairs(

@@ -11,7 +11,7 @@ from shardwright.view.style import Line, log_lines_svg
 
 
 def machine_document(machine: MachineMeasurements) -> VerbDocument:
-    """Return the document of a machine."""
+    """Return the document of a machine: a table of its rates, and its measured curves as pictures."""
     clock = "CPU-seconds" if machine.clock == "cpu" else "wall seconds"
     parts: list[Part] = [
         Note(f"{machine.name}, measured in {format_seconds(machine.took_s)}: {clock}, medians of repeats"),

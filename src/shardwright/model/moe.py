@@ -204,7 +204,7 @@ class MoE(nn.Module):
 
     @property
     def drawn(self) -> bool:
-        """Whether experts are drawn, for which `forward` needs random keys and positions."""
+        """Return whether experts are drawn, for which `forward` needs random keys and positions."""
         return self.router.moe.force_balance
 
     def forward(

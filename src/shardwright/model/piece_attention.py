@@ -28,7 +28,7 @@ from shardwright.model.pieces import AttentionPiece, causal_pieces
 
 
 class AttentionRule(NamedTuple):
-    """What a layer computes besides softmax(q k) v.
+    """The rules of a layer in addition to softmax(q k) v.
 
     `window`: a token attends to the last `window` tokens, itself included; 0: all. `softcap`: scores s become
     softcap tanh(s / softcap); 0: none. `sinks_H`: a logit of each head that has no value, or None. `chunked`: a token
@@ -73,7 +73,7 @@ class OwnKeys:
         return self
 
     def start(self, step: int, gradient_2MKC: Tensor) -> None:
-        """Not called: there is no second step."""
+        """Raise AssertionError: one device has no second step."""
         raise AssertionError(f"one device has no step {step}")
 
     def finish(self) -> None:

@@ -53,17 +53,17 @@ class AttentionPiece:
 
     @property
     def is_triangle(self) -> bool:
-        """Whether the mask is a triangle: tokens attend to themselves causally."""
+        """Return whether the mask is a triangle: tokens attend to themselves causally."""
         return self.causal and self.shift == 0 and self.n_rows == self.n_columns and not self.hides_early
 
     @property
     def hides_early(self) -> bool:
-        """Whether the window hides the first column from the last row."""
+        """Return whether the window hides the first column from the last row."""
         return 0 < self.window <= self.n_rows - 1 + self.shift
 
     @property
     def hides_late(self) -> bool:
-        """Whether the causal mask hides the last column from the first row."""
+        """Return whether the causal mask hides the last column from the first row."""
         return self.causal and self.n_columns - 1 > self.shift
 
     def cut(self, n_rows: int) -> Iterator["AttentionPiece"]:

@@ -118,12 +118,12 @@ class Row:
 
     @property
     def trained(self) -> bool:
-        """Whether it has a gradient."""
+        """Return whether it has a gradient."""
         return self.kind != "balance" and not self.frozen
 
     @property
     def hidden(self) -> bool:
-        """Whether it is a matrix, or a stack of matrices, inside the layers; not a router, embedding or head."""
+        """Return whether it is a matrix, or a stack of matrices, inside the layers; not a router, embedding or head."""
         return self.kind in ("matrix", "expert")
 
     @property
@@ -143,7 +143,7 @@ class Row:
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay applies: to matrices and embeddings, not to norms and biases."""
+        """Return whether weight decay applies: to matrices and embeddings, not to norms and biases."""
         return self.kind not in ("norm", "bias", "balance")
 
 

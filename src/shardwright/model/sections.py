@@ -319,7 +319,7 @@ class MoESpec:
 
     @property
     def keeps_load(self) -> bool:
-        """Whether the balance loss needs the load of the previous step."""
+        """Return whether the balance loss needs the load of the previous step."""
         return self.aux_loss > 0 and self.aux_scope == "batch"
 
     def capacity(self, n_tokens: int) -> int:

@@ -305,17 +305,17 @@ class ModelSizes:
 
     @property
     def norm_before(self) -> bool:
-        """Whether a branch reads the norm of the residual stream."""
+        """Return whether a branch reads the norm of the residual stream."""
         return self.norm_position != "after"
 
     @property
     def norm_after(self) -> bool:
-        """Whether the output of a branch has a norm."""
+        """Return whether the output of a branch has a norm."""
         return self.norm_position != "before"
 
     @property
     def gated(self) -> bool:
-        """Whether networks have two matrices in, gate and up."""
+        """Return whether networks have two matrices in, gate and up."""
         return self.activation in GATED
 
     @property
@@ -364,7 +364,7 @@ class ModelSizes:
 
     @property
     def draws(self) -> bool:
-        """Whether training draws random numbers, which needs random keys."""
+        """Return whether training draws random numbers, which needs random keys."""
         of_adapters = self.lora is not None and self.lora.dropout > 0
         return self.dropout > 0 or of_adapters or (self.moe is not None and self.moe.force_balance)
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from shardwright.layout.layout import Layout
 from shardwright.parallel.compression import BufferPart, Codec, Floats, Integers, RoundedCodec, reduce_scatter, sum_over
 from shardwright.parallel.mesh import lines_of
-from shardwright.parallel.replicas import sum_together
+from shardwright.parallel.reductions import sum_together
 from shardwright.parallel.topk import TopK
 from shardwright.split.compression import REPLICA_BUCKET_BYTES
 from shardwright.system.torch_private import (

@@ -14,12 +14,11 @@ A reduce-scatter may take two hops (ZeRO++, arXiv 2306.10209, section 3.3). The 
 leaves each rank with its node's sums for as many parts as there are nodes. The second sends only these sums between
 nodes. Elements are rounded in each hop.
 
-Codec that sends elements as integers of 8 or 4 bits, with a scale for each block of a row.
-
-A block is `BLOCK` elements of a row or fewer: a row is cut into the fewest blocks of equal length, so the start of a
-block depends on the row alone, not on the number of ranks that share the rows. The scale s of a block is its largest
-absolute value over 127 (8 bits) or 7 (4 bits), in fp32. An element x is sent as round(x / s) and received as
-round(x / s) s, with an error of at most s / 2. A block with an infinite element or a NaN is received as NaN.
+`Integers` sends elements as integers of 8 or 4 bits, with a scale for each block of a row. A block is `BLOCK` elements
+of a row or fewer: a row is cut into the fewest blocks of equal length, so the start of a block depends on the row
+alone, not on the number of ranks that share the rows. The scale s of a block is its largest absolute value over 127 (8
+bits) or 7 (4 bits), in fp32. An element x is sent as round(x / s) and received as round(x / s) s, with an error of at
+most s / 2. A block with an infinite element or a NaN is received as NaN.
 
 Vectors (norms and biases) are few and are sent unchanged, first; then come the scales, then the integers.
 

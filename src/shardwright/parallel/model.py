@@ -21,7 +21,7 @@ from shardwright.parallel.norm import as_part
 from shardwright.parallel.observer import Observers
 from shardwright.parallel.pipeline.tied import TiedParameters, first_of_each
 from shardwright.parallel.placement import ExpertPlaces
-from shardwright.parallel.replicas import sum_replica_gradients
+from shardwright.parallel.reductions import sum_replica_gradients
 from shardwright.parallel.routing import LossScale
 from shardwright.split.documents import Lengths, balances_documents, spans_of_documents
 from shardwright.split.sequence import positions_of_rank
@@ -108,7 +108,7 @@ class ParallelModel:
 
     @property
     def counts_targets(self) -> bool:
-        """Whether this rank counts the target tokens: one rank per pipeline, whose ranks share tokens."""
+        """Return whether this rank counts the target tokens: one rank per pipeline, whose ranks share tokens."""
         return self.groups.pp is None or self.groups.pp.rank() == 0
 
     def train(self, training: bool = True) -> None:

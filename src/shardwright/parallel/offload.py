@@ -13,8 +13,6 @@ fewer than `offload_min_bytes` stay on the device.
 So the device has the activations of two layers of a part at a time. Without a pipeline the last layer keeps its
 activations, because its backward pass comes next. On a GPU each direction has a stream, and host memory is pinned. On a
 CPU device and host are the same: the copies are made and save nothing.
-
-Host memory that a device reads and writes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -98,7 +96,7 @@ class ActivationsOnHost:
         """Return a copy in device memory."""
         on_device = torch.empty(on_host.shape, dtype=on_host.dtype, device=self.device)
         self.observer.transfer(TensorCopy(to_host=False, n_bytes=on_host.nbytes, activations=on_device))
-        with _on(self._up):
+        with _stream_context(self._up):
             return on_device.copy_(on_host, non_blocking=True)
 
     def bring(self, layer: "_LayerPass") -> None:
@@ -129,7 +127,7 @@ class ActivationsOnHost:
         flat = x.detach().as_strided((storage.nbytes() // x.element_size(),), (1,), 0)
         if self._down is not None:
             self._down.wait_stream(torch.cuda.current_stream(self.device))
-        with _on(self._down):
+        with _stream_context(self._down):
             copy = _StorageVersion(layer, StorageWeakRef(storage), tensor_version(x), flat, self.copy_out(flat))
         layer.copies.append(ref(copy))
         assert layer.leaving is not None
@@ -189,7 +187,7 @@ class _StorageVersion:
 
     @property
     def has_to_come(self) -> bool:
-        """Whether the device does not have the contents, or no longer."""
+        """Return whether the device does not have the contents, or no longer."""
         return self.on_device is None or (self.is_original and tensor_version(self.on_device) != self.version)
 
 
@@ -215,7 +213,7 @@ def read(kept: Tensor | OffloadedView) -> Tensor:
     return kept if isinstance(kept, Tensor) else kept.read()
 
 
-def _on(stream: Any) -> Any:
+def _stream_context(stream: Any) -> Any:
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 

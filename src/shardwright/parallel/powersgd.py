@@ -33,7 +33,7 @@ from shardwright.model.modules import row_of
 from shardwright.model.random import normal
 from shardwright.model.row import Row
 from shardwright.model.spec import ModelSpec
-from shardwright.parallel.replicas import sum_together
+from shardwright.parallel.reductions import sum_together
 from shardwright.split.compression import factored
 
 _T = TypeVar("_T")

@@ -1,4 +1,4 @@
-"""Which system a configuration belongs to, and its settings."""
+"""The system that a configuration belongs to, and the settings in the configuration."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,7 +47,9 @@ def sources_of(paths: Sequence[Path]) -> tuple[System, list[ConfigurationSource]
     parts = [_source(path) for path in paths]
     systems = {system.name: system for system, _, _ in parts if system is not None}
     if len(systems) > 1:
-        raise InputError(f"--from {paths[1]}: files of different systems, {' and '.join(systems)}; give those of one")
+        raise InputError(
+            f"--from {paths[1]}: files of different systems, {' and '.join(systems)}; give the files of one system"
+        )
     models = [model for _, _, model in parts if model is not None]
     if not systems:
         raise InputError(f"--from {paths[0]}: that is a model; add the file that configures the training")

@@ -1,6 +1,5 @@
-"""The curves of a run in one picture: loss, learning rate, gradient norm, speed and the time of each phase.
-
-The load of experts over a run: two panels of the curves picture.
+"""The curves of a run in one picture: loss, learning rate, gradient norm, speed, the time of each phase and, in two
+panels, the load of experts.
 """
 
 import math

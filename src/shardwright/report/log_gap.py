@@ -1,6 +1,5 @@
-"""Why the steps of a log take longer than predicted: slow steps by their pattern, and a gap of the median step by the
-constants that most likely cause it.
-"""
+"""The reasons why the steps of a log take longer than predicted: slow steps by their pattern, and a gap of the median
+step by the constants that most likely cause it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -93,9 +92,8 @@ def _periodic(slow: Sequence[int], steps: Sequence[int]) -> tuple[int | None, tu
 def likely_causes(log: TrainingLog, times: StepTimes, result: LogCalibration, predicted_s: float) -> list[GapCause]:
     """Return the causes with the most time, the largest first. `result`: the calibration of the constants by the log;
     `predicted_s`: the predicted step."""
-    causes = [
-        *_slow_step_causes(times), *_of_data(log, times), *_drift_causes(times), *_constant_causes(result, predicted_s)
-    ]  # fmt: skip
+    causes = [*_slow_step_causes(times), *_wait_causes(log, times), *_drift_causes(times)]
+    causes += _constant_causes(result, predicted_s)
     causes = [cause for cause in causes if abs(cause.per_step_s) >= LEAST_SHARE * predicted_s]
     causes.sort(key=lambda cause: abs(cause.per_step_s), reverse=True)
     return causes[:SHOWN_CAUSES]
@@ -115,7 +113,7 @@ def _slow_step_causes(times: StepTimes) -> Iterator[GapCause]:
         yield GapCause(name, group.per_step_s, f"{text} (step {at}), {extra} more than the median each")
 
 
-def _of_data(log: TrainingLog, times: StepTimes) -> Iterator[GapCause]:
+def _wait_causes(log: TrainingLog, times: StepTimes) -> Iterator[GapCause]:
     waits = [step.data_s for step in log.steps[times.warm :] if step.data_s is not None]
     if waits:
         usual = format_seconds(median(waits))

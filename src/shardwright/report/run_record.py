@@ -151,7 +151,7 @@ def read_run(run_dir: str | Path) -> RunRecord:
     if all(isinstance(record, StartRecord) for record in records):
         raise InputError(
             f"{folder / METRICS} has no logged step yet: the run is, or was stopped, before its first logged step "
-            f"(metrics.every={config.metrics.every}); wait for it, or go on with "
+            f"(metrics.every={config.metrics.every}); wait for it, or continue with "
             f"`shardwright train {folder / RUN_FILE} --resume`"
         )
     return RunRecord(

@@ -240,9 +240,9 @@ def _checkpoints(run: RunRecord, numbers: RunHeadline) -> Iterator[Part]:
         yield Note("None has been saved.")
         return
     yield _newest((Column("", CODE),), [(name,) for name in run.checkpoints], CHECKPOINTS)
-    more = "take more steps" if numbers.steps >= numbers.planned_steps else "go on from the last one"
+    more = "take more steps" if numbers.steps >= numbers.planned_steps else "continue from the last one"
     yield Note(f"To {more}, on these ranks or others:")
     yield Code(run.resume_command)
     newest = run.folder / CHECKPOINTS / run.checkpoints[-1]
-    yield Note("Another run begins from one of them with:", tone="quiet")
+    yield Note("Another run starts from one of them with:", tone="quiet")
     yield Code(f"--set checkpoint.resume={newest} --set out=...")

@@ -22,7 +22,7 @@ Typical = Callable[[Sequence[float]], float]
 
 READING = (
     "Above is the schedule, with every action as long as its op and stage took on average in this step and messages "
-    "that take no time; below is when the same actions ran. Both have the same work: what is longer below is exposed "
+    "that take no time; below is when the same actions ran. Both have the same work: a longer time below is exposed "
     "communication, waiting for other ranks, and actions that took longer than the mean of their op and stage."
 )
 
@@ -147,16 +147,16 @@ class PipelineRecord:
                 lengths[action.op, action.stage].append(end - start)
         return dict(lengths)
 
-    def _of_stages(self, op: Op, typical: Typical) -> tuple[float, ...]:
+    def _stage_durations_ms(self, op: Op, typical: Typical) -> tuple[float, ...]:
         return tuple(typical(self._lengths_ms.get((op, stage), [0.0])) for stage in range(self.schedule.n_stages))
 
     def _action_s(self, typical: Typical) -> dict[str, tuple[float, ...]]:
         used = {op for op, _ in self._lengths_ms}
-        return {op: tuple(ms / 1000 for ms in self._of_stages(op, typical)) for op in OPS if op in used}
+        return {op: tuple(ms / 1000 for ms in self._stage_durations_ms(op, typical)) for op in OPS if op in used}
 
     @cached_property
     def _simulation(self) -> Simulation:
-        durations = {op: self._of_stages(op, fmean) for op in OPS}
+        durations = {op: self._stage_durations_ms(op, fmean) for op in OPS}
         times = _MeasuredTimes(
             forward=durations["F"], backward_input=durations["I"], weight=durations["W"], both=durations["B"]
         )
@@ -196,8 +196,8 @@ class _MeasuredTimes(Times):
 
     both: tuple[float, ...] = ()
 
-    def of_stages(self, n_stages: int) -> dict[Op, tuple[float, ...]]:
-        return {**super().of_stages(n_stages), "B": self.both}
+    def times_by_stage(self, n_stages: int) -> dict[Op, tuple[float, ...]]:
+        return {**super().times_by_stage(n_stages), "B": self.both}
 
 
 def read_pipeline(folder: Path, config: RunConfig) -> PipelineRecord | None:

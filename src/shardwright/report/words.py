@@ -74,7 +74,7 @@ def rank_state_words(layout: Layout) -> str:
             f"; of its experts 1/{layout.expert_dp_shard}" if layout.expert_dp_shard > 1 else "; its experts whole"
         )
     zero = f"{share} (ZeRO-{layout.zero} over {axes} = {n_shards}{experts})"
-    return f"Each rank holds {_list(parts)}. Of those it holds {zero}." if parts else f"Each rank holds {zero}."
+    return f"Each rank holds {_list(parts)}, and of these {zero}." if parts else f"Each rank holds {zero}."
 
 
 def learning_rate_in_words(config: RunConfig) -> str:

@@ -209,7 +209,7 @@ class RLStep:
 
     @property
     def swaps_reference(self) -> bool:
-        """Whether the weights of a reference take the place of the policy's. With adapters the reference is the policy
+        """Return whether the weights of a reference replace the policy's. With adapters the reference is the policy
         without them, and has no weights of its own."""
         return self.task.reference and self.task.job.model.lora is None
 

@@ -254,7 +254,7 @@ def read_pipeline_steps(path: Path) -> Iterator[PipelineStep]:
     """Return the steps in the file of one rank, none without a file. Raises InputError for a damaged line."""
 
     reader = TypeAdapter(PipelineStep)
-    way_out = "remove the file, it is written anew at the next logged step"
+    way_out = "remove the file, it is written again at the next logged step"
     return _parsed(whole_lines(path), path, 1, lambda line: reader, "a step of a pipeline", way_out)
 
 

@@ -42,7 +42,7 @@ class Action(NamedTuple):
 
     @property
     def sends_back(self) -> bool:
-        """Whether its result is the gradient that the previous stage needs."""
+        """Return whether its result is the gradient that the previous stage needs."""
         return self.op in ("I", "B")
 
     @property
@@ -87,7 +87,7 @@ class Schedule:
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether any backward pass is split into I and W."""
+        """Return whether any backward pass is split into I and W."""
         return any(action.op == "W" for _, action in self.actions())
 
     def needs(self, action: Action) -> tuple[int, int] | None:

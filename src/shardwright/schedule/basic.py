@@ -22,7 +22,7 @@ run at any time after it. With F, I, W the times of a stage, and 2p - 1 micro-ba
 if W takes no longer than F and I; a longer W delays the results that other ranks depend on.
 Source: Qi et al., arXiv 2401.10241, sections 2 and 5.3.
 
-Also schedules of forward passes only, for evaluation.
+The schedules of forward passes alone, for evaluation, are here too.
 """
 
 from collections.abc import Sequence

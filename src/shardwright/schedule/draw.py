@@ -288,7 +288,7 @@ def _legend(timelines: Sequence[ScheduleTimeline], top: float, curves: bool, wid
         items.append(((IN_FLIGHT,), "in flight"))
     if any(map(_waits, timelines)):
         words = _waiting_words(timelines)
-        items.append(((WAITING,), words) if curves else ((), f"memory counts what is {words}"))
+        items.append(((WAITING,), words) if curves else ((), f"memory counts the activations {words}"))
     if many:
         items.append(((), _shade_words(timelines)))
     parts, x = [], float(LEFT)

@@ -84,7 +84,7 @@ class ScheduleProblem(NamedTuple):
     @classmethod
     def from_times(cls, n_ranks: int, n_microbatches: int, times: Times, limit: int, kept: float) -> "ScheduleProblem":
         """Return a problem with one stage a rank. Raises ScheduleError for invalid times."""
-        durations = times.of_stages(n_ranks)
+        durations = times.times_by_stage(n_ranks)
         return cls(n_ranks, n_microbatches, durations["F"], durations["I"], durations["W"], times.comm, limit, kept)
 
     def work(self, rank: int) -> float:

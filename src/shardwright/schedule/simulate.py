@@ -73,7 +73,7 @@ class Times:
     weight: PerStage = 1.0
     comm: float = 0.0
 
-    def of_stages(self, n_stages: int) -> dict[Op, tuple[float, ...]]:
+    def times_by_stage(self, n_stages: int) -> dict[Op, tuple[float, ...]]:
         """Return for each op its time in every stage.
 
         Raises ScheduleError if the number of times is not the number of stages, and for a negative time.
@@ -101,7 +101,7 @@ def simulate(schedule: Schedule, times: Times) -> "Simulation":
     The schedule has to be complete: validate an external one first (`validate.problems`). Raises ScheduleError for an
     action with a stage or micro-batch out of range, and for a deadlock.
     """
-    starts, ends = play(schedule, times.of_stages(schedule.n_stages), times.comm)
+    starts, ends = play(schedule, times.times_by_stage(schedule.n_stages), times.comm)
     if list(map(len, ends)) != list(map(len, schedule.ranks)):
         raise ScheduleError(f"{schedule.name}: {deadlock(schedule)}")
     return Simulation(schedule, times, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
@@ -121,7 +121,7 @@ class Simulation:
 
     @cached_property
     def spans(self) -> tuple[list[tuple[Action, float, float]], ...]:
-        """For every rank its actions in order, with their start and end."""
+        """Return for every rank its actions in order, with their start and end."""
         return tuple(
             list(zip(actions, starts, ends, strict=True))
             for actions, starts, ends in zip(self.schedule.ranks, self.starts, self.ends, strict=True)
@@ -144,13 +144,13 @@ class Simulation:
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """For every rank the sum of the durations of its actions."""
-        durations = self.times.of_stages(self.schedule.n_stages)
+        """Return for every rank the sum of the durations of its actions."""
+        durations = self.times.times_by_stage(self.schedule.n_stages)
         return tuple(sum(durations[op][stage] for stage, op, _ in actions) for actions in self.schedule.ranks)
 
     @property
     def bubble_rates(self) -> tuple[float, ...]:
-        """For every rank the fraction of the cost in which it is idle: (cost - work) / cost."""
+        """Return for every rank the fraction of the cost in which it is idle: (cost - work) / cost."""
         return tuple((self.cost - work) / self.cost if self.cost else 0.0 for work in self.work)
 
     @property
@@ -164,17 +164,17 @@ class Simulation:
 
     @cached_property
     def resident(self) -> tuple[list[MicrobatchCounts], ...]:
-        """For every rank its micro-batches in flight and waiting over time."""
+        """Return for every rank its micro-batches in flight and waiting over time."""
         return tuple(map(count_microbatches, self.spans))
 
     @property
     def peak_in_flight(self) -> tuple[int, ...]:
-        """For every rank the maximum number of micro-batches in flight at once, each counted for one stage."""
+        """Return for every rank the most micro-batches in flight at once, each counted for one stage."""
         return tuple(max((point.in_flight for point in curve), default=0) for curve in self.resident)
 
     @property
     def peak_waiting(self) -> tuple[int, ...]:
-        """For every rank the maximum number of micro-batches that wait for W at once, each counted for one stage."""
+        """Return for every rank the most micro-batches that wait for W at once, each counted for one stage."""
         return tuple(max((point.waiting for point in curve), default=0) for curve in self.resident)
 
     def peak_memory(self, kept_for_weight: float) -> tuple[float, ...]:

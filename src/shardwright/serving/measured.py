@@ -2,9 +2,8 @@
 
 `docs/serving.md` explains the columns. An empty cell was not stated by the source.
 
-Settings with which InferenceX starts the servers that it measures, if its scripts differ from an engine's defaults.
-
-It starts one server for each length of prompts and answers and each concurrency. Source: the scripts in benchmarks/ of
+InferenceX starts one server for each length of prompts and answers and each concurrency. `server` has the settings in
+which its scripts differ from an engine's defaults. Source: the scripts in benchmarks/ of
 github.com/SemiAnalysisAI/InferenceX (InferenceMAX until 2025): dsr1_fp8_h200_trt_slurm.sh (2e46dba),
 dsr1_fp8_h200.sh (161e7f6), and 70b_fp8_h200_trt_slurm.sh as in github.com/jyothisambolu/InferenceMAX (1b563c8). A later
 commit of InferenceX (73ef922) lowers the latter's max_num_tokens to the longest request; with it, 128 prompts at a time
@@ -115,9 +114,9 @@ def read(path: Path) -> list[ServingCase | SkippedServingRow]:
     """
     texts: list[Mapping[str, str]] = []
 
-    def needed(_: ServingTableRow, cells: Mapping[str, str]) -> dict[str, bool]:
+    def needed(row: ServingTableRow, cells: Mapping[str, str]) -> Mapping[str, bool]:
         texts.append(cells)
-        return {"always": True}
+        return MEASUREMENTS_TABLE.needed(row, cells)
 
     rows = read_rows(path, replace(MEASUREMENTS_TABLE, needed=needed))
     return [
@@ -156,7 +155,7 @@ def _priced(line: ServingTableRow) -> ServingCase:
     assumed: list[str] = []
     if engine is None:
         engine = UNNAMED
-        assumed.append(f"no engine is named: one of today, of which {_KNOWN} are the known ones")
+        assumed.append(f"no engine is named: one of today; {_KNOWN} are known")
     degrees = _degrees(line, model, assumed)
     precision = line.precision_weights or line.precision_compute
     if not precision:

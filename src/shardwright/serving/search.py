@@ -1,7 +1,4 @@
-"""Search for the best way to serve a model: closed forms price every layout and batch, and the best are simulated.
-
-The layouts and batches that a search prices.
-"""
+"""Search for the best way to serve a model: closed forms price every layout and batch, and the best are simulated."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

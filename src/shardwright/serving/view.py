@@ -102,8 +102,8 @@ def _best(plan: ServingPlan, best: SimulatedOption) -> Iterator[Part]:
         Fact(
             "cache",
             format_bytes(cache),
-            f"for {plan.largest[at]:,.0f} requests of {format_bytes(token * task.length)} on each rank, beside weights "
-            f"of {format_bytes(weights)} and working memory of {format_bytes(working)}",
+            f"for {plan.largest[at]:,.0f} requests of {format_bytes(token * task.length)} on each rank, next to "
+            f"weights of {format_bytes(weights)} and working memory of {format_bytes(working)}",
         ),
     ]
     if (cost := best.cost_per_million(task)) is not None:
@@ -160,7 +160,7 @@ def _others(plan: ServingPlan) -> Iterator[Part]:
 
 
 def _pareto(plan: ServingPlan) -> Iterator[Part]:
-    yield Section("Tokens/s of an accelerator against those of a user; no setting has more of both")
+    yield Section("Tokens/s of an accelerator against tokens/s of a user; no setting has more of both")
     speeds = Column("of a user", TOKENS_PER_S), Column("of an accelerator", TOKENS_PER_S)
     step = max(1, -(-len(plan.pareto) // POINTS))
     yield Table(
@@ -251,7 +251,7 @@ def _separate(plan: ServingPlan, apart: SimulatedSplit | None) -> Iterator[Part]
 def _curve(plan: ServingPlan) -> Picture:
     return Picture(
         "pareto",
-        "Tokens a second of an accelerator against those of a user",
+        "Tokens a second of an accelerator against tokens a second of a user",
         partial(pareto_svg, plan),
         "Each point is a layout with a batch, by closed forms. No setting has more of both than one on the line.",
     )

@@ -65,7 +65,7 @@ def _too_large(plan: ServingPlan, at: int) -> str:
     weights, working, token, _ = plan.memory.layout_bytes(at)
     if weights + working > plan.task.usable_bytes:
         return f"weights {format_bytes(weights)} + {format_bytes(working)} of {usable(plan.task)}"
-    return f"no room for one request: {format_bytes(token * plan.task.length)} of cache beside the weights"
+    return f"no room for one request: {format_bytes(token * plan.task.length)} of cache next to the weights"
 
 
 def _missed(task: ServingTask, option: ServingOption) -> str:

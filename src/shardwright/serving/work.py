@@ -4,7 +4,7 @@ Sources: the roofline of decoding in Pope et al., "Efficiently Scaling Transform
 absorbed matrices of latent attention in DeepSeek-V2 (arXiv 2405.04434), section 2.1.2. Ignored: that attention and
 feed-forward network of GPT-J and Falcon run in parallel, and that a power limit lowers the clock.
 
-Bytes of the cache of keys and values in generation (`generation/cache.py`).
+`cache_bytes_per_token` and `state_bytes` are also the bytes of the cache of `generate` (`generation/cache.py`).
 """
 
 from dataclasses import dataclass, replace

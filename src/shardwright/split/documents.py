@@ -1,4 +1,4 @@
-"""Which tokens of a sequence of several documents each rank of cp has, and which of them attend to which.
+"""The tokens of a sequence of several documents on each rank of cp, and the pairs of them that attend.
 
 With attention within documents, a token's number of scores depends on where its document starts, so zig-zag chunks of
 the sequence are not balanced. Each document is sharded over the ranks by itself (`balanced_spans`):

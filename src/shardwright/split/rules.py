@@ -119,7 +119,7 @@ def _tensor(spec: ModelSpec, tp: int) -> Iterator[str]:
         if size % tp:
             yield f"layout.tp={tp} does not divide {size} {what} {_division(size, tp)}; valid: {_valid_tp(spec)}"
     kv = spec.n_kv_heads
-    if spec.n_heads % tp == 0 and kv % tp and tp % kv:
+    if spec.n_heads % tp == 0 and not heads_divide(spec.n_heads, kv, tp):
         yield (
             f"layout.tp={tp} neither divides {kv} kv heads (model.n_kv_heads) nor is a multiple of them "
             f"{_division(kv, tp) if tp < kv else _division(tp, kv)}, so kv heads can be neither sharded nor replicated "
@@ -135,9 +135,7 @@ def _tensor(spec: ModelSpec, tp: int) -> Iterator[str]:
 def _linear(spec: ModelSpec, layout: Layout) -> Iterator[str]:
     """Yield the rules of linear attention layers."""
     linear = spec.linear_attention
-    if linear is None:
-        return
-    if linear.n_k_heads % layout.tp:
+    if linear is not None and not _linear_heads_divide(spec, layout.tp):
         yield (
             f"layout.tp={layout.tp} does not divide {linear.n_k_heads} key heads "
             f"(model.linear_attention.n_k_heads) {_division(linear.n_k_heads, layout.tp)}; valid: {_valid_tp(spec)}"
@@ -156,8 +154,13 @@ def tp_divides(spec: ModelSpec, tp: int) -> bool:
 
 def layers_divide(spec: ModelSpec, tp: int) -> bool:
     """Return whether heads, kv heads and ffn features can be sharded over `tp` ranks, or kv heads replicated evenly."""
-    linear = spec.linear_attention is None or spec.linear_attention.n_k_heads % tp == 0
-    return bool(heads_divide(spec.n_heads, spec.n_kv_heads, tp)) and spec.d_ffn % tp == 0 and linear
+    heads = heads_divide(spec.n_heads, spec.n_kv_heads, tp)
+    return bool(heads) and spec.d_ffn % tp == 0 and _linear_heads_divide(spec, tp)
+
+
+def _linear_heads_divide(spec: ModelSpec, tp: int) -> bool:
+    """Return whether `tp` divides the key heads of linear attention; without linear attention every degree does."""
+    return spec.linear_attention is None or spec.linear_attention.n_k_heads % tp == 0
 
 
 def _vocabulary_reaches(spec: ModelSpec, tp: int) -> bool:

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each rank of cp has, and how many attention scores it computes for them.
+"""The tokens of a sequence on each rank of cp, and the number of attention scores that the rank computes for them.
 
 S tokens are sharded over a ring of R ranks, and the tokens of each ring rank over U Ulysses ranks. With a causal mask
 later tokens attend to more keys, so the choice of tokens for each rank decides how evenly the work is distributed.

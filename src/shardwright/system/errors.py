@@ -80,7 +80,7 @@ class ShardwrightError(Exception):
     def __init__(self, *args: object) -> None:
         super().__init__(*(without_secrets(arg) if isinstance(arg, str) else arg for arg in args))
 
-    def of_rank(self, rank: int | None) -> Self:
+    def with_rank(self, rank: int | None) -> Self:
         """Set the rank at fault and return this error."""
         self.rank = rank
         return self
@@ -302,6 +302,6 @@ def nearest(name: str, choices: Iterable[str]) -> str:
         chosen = [last for key in known if (last := key.rpartition(".")[2] if "=" not in key else key) in valid]
         if meant := chosen or known:
             return f"did you mean {' or '.join(map(repr, meant))}?"
-        return f"{name} is not supported (README.md lists what is not); valid: {', '.join(valid)}"
+        return f"{name} is not supported (README.md lists unsupported names); valid: {', '.join(valid)}"
     close = get_close_matches(name, valid, n=1, cutoff=CUTOFF)
     return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(valid)}"

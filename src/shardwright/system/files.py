@@ -360,7 +360,7 @@ def new_folder(
             raise error(f"{out}: cannot be written: {cause.strerror or cause}") from cause
         free = format_bytes(shutil.disk_usage(out.parent).free)
         raise FullError(
-            f"{out}: no room to write it ({cause.strerror}; {free} free now that what was written is gone again); "
+            f"{out}: no room to write it ({cause.strerror}; {free} free now that the written part is gone again); "
             f"free some, or choose another --out{no_room_hint}"
         ) from cause
     finally:

@@ -24,8 +24,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from shardwright.system.control_groups import brief_waiting
 from shardwright.system.errors import FullError, system_limit
-from shardwright.system.openmp import brief_waiting
 
 context = multiprocessing.get_context("forkserver")
 FEWEST_FILES = 64

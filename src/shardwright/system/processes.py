@@ -255,11 +255,11 @@ def results(
         rank = min(failures, key=lambda rank: (failures[rank].lost_peer, failures[rank].time_s))
         failure, log = failures[rank], workers[rank].log
         if isinstance(failure.error, WorkerError):
-            raise failure.error.of_rank(rank)
+            raise failure.error.with_rank(rank)
         if failure.error is not None:
             raise failure.error
         words = f"rank {rank} {failure.text}"
-        raise WorkerError(words.rstrip() if log is None else f"{words}\nits full output: {log}").of_rank(rank)
+        raise WorkerError(words.rstrip() if log is None else f"{words}\nits full output: {log}").with_rank(rank)
     if waiting := [worker for worker in workers if worker.rank not in answers]:
         who = f"{ranks_in_words([worker.rank for worker in waiting])} {'was' if len(waiting) == 1 else 'were'}"
         shown = waiting[:STACKS_SHOWN]

@@ -258,7 +258,7 @@ def describe(
     elif stuck := _joined_by_all(dumps):
         where = _between(stuck, identities)
         lines.append(f"no progress: all ranks wait, and messages between them do not arrive{where}")
-        begun = "both ranks have begun" if stuck.is_message else "all of its ranks have joined"
+        begun = "both ranks have started" if stuck.is_message else "all of its ranks have joined"
         lines.append(f"  {begun} {in_words(stuck)}, and it does not {'arrive' if stuck.is_message else 'end'}")
     else:
         lines.append("no progress: all ranks wait, for collectives that others have not joined")

@@ -16,7 +16,7 @@ from shardwright.training.checkpoint.manifest import BaseRecord
 from shardwright.training.device import DTYPES
 from shardwright.training.loss_scale import loss_scaler
 from shardwright.training.offload.scratch import OffloadFile, scratch_file
-from shardwright.training.offload.states import Where, where_of
+from shardwright.training.offload.states import Where, states_location
 from shardwright.training.optimizer import build_optimizer
 from shardwright.training.resilience.spikes import SpikeGuard
 from shardwright.training.step import Trainer
@@ -80,4 +80,4 @@ def build_trainer(
 def states_of(config: RunConfig, opened: Callable[[Path, int], OffloadFile] = scratch_file) -> Where:
     """Return the location of the optimizer states of a run."""
     folder = Path(config.offload_path or Path(config.out) / OFFLOADED)
-    return where_of(config.layout.layout(), folder, opened=opened)
+    return states_location(config.layout.layout(), folder, opened=opened)

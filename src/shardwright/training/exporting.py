@@ -1,6 +1,6 @@
 """`shardwright export`: weights as a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
-The README.md of an exported model: its description and, if the run's folder has them, facts of its training.
+The folder has a README.md with a description of the model and, if the run's folder has them, facts of its training.
 """
 
 import json
@@ -181,7 +181,7 @@ def write_tokenizer(
             difference = theirs and tokenizer_difference(inside(Path(given), TOKENIZER, DataError), theirs)
         if difference:
             raise DataError(
-                f"--tokenizer {given} is another tokenizer than that of {source} ({difference}), so the token "
+                f"--tokenizer {given} is not the tokenizer of {source} ({difference}), so the token "
                 f"ids of the model mean other texts; leave --tokenizer out to write {theirs}"
             )
     for folder in [Path(given)] if given is not None else [source]:
@@ -272,7 +272,7 @@ def _facts(weights: CheckpointWeights) -> Iterator[tuple[str, str]]:
     for source, kept in zip(sources_of(config.data), saved, strict=False):
         yield "data", f"`{source.path}`, fingerprint `{kept['fingerprint'][:16]}`"
     if config.init.weights is not None:
-        yield "began with", f"`{config.init.weights}`"
+        yield "started with", f"`{config.init.weights}`"
     yield (
         "optimizer",
         f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}, {learning_rate_in_words(config)}",

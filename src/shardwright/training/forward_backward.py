@@ -192,7 +192,7 @@ class ForwardBackward:
         return norm
 
     def _norm_known(self, norm: Tensor) -> None:
-        """Called before gradients are clipped, so that work on the norm overlaps with clipping on the device."""
+        """Use the norm. Called before gradients are clipped, so that work on the norm overlaps with clipping."""
 
     def _microbatches(self, batch: Batch, step: int | None) -> list[Microbatch]:
         """Return the micro-batches on this rank's device, with this rank's cp part of tokens and targets, and with

@@ -103,7 +103,7 @@ def _report_lines(trainer: Trainer, weights: Weights, init: InitSection) -> list
     }
     lines = [
         f"weights from {weights.describe()}: {len(weights.shapes):,} tensors, {format_count(spec.n_parameters)} "
-        f"parameters, {', '.join(types)} to {dtype}{kept}; step, samples and learning rate begin anew"
+        f"parameters, {', '.join(types)} to {dtype}{kept}; step, samples and learning rate start from 0"
     ]
     if spec.lora is not None:
         lines.append(

@@ -10,7 +10,7 @@ from shardwright.config.settle import needs_memory, with_recomputation
 from shardwright.runs.folder import RUN_FILE
 from shardwright.system.errors import CheckpointError, InputError, without_secrets
 from shardwright.system.files import inside, parse_toml, read_text, reason
-from shardwright.training.schedule import learning_rate
+from shardwright.training.optimizer import learning_rate
 
 
 def changes_since(folder: Path, now_toml: str, besides: Collection[str] = ()) -> list[str]:

@@ -95,7 +95,7 @@ def _run(
         step = states[blamed[0]].step if blamed else max(state.step for state in states.values())
         rank = blamed[0] if len(blamed) == 1 else None
         append_event(out, EventRecord("hang", step, text, rank))
-        return WorkerError(text).of_rank(rank)
+        return WorkerError(text).with_rank(rank)
 
     with cleaning_up(lambda: processes.end(workers), workers.clear, watch.folder.clear):
         try:
@@ -139,7 +139,7 @@ def _with_place(error: WorkerError, out: Path, watch: RanksWatch) -> WorkerError
         return error
     where = f"it was in step {state.step + 1}, {state.phase}"
     where += f", last seen at {state.line}" if state.line else ""
-    return WorkerError(f"{error}\n{where}").of_rank(rank)
+    return WorkerError(f"{error}\n{where}").with_rank(rank)
 
 
 def _start(workers: list[Worker], places: tuple[int, ...], log_dir: Path, store: Descriptor | str) -> None:

@@ -6,9 +6,8 @@
                 end_step
     on_stop, if a signal, or data that is not published, stops the run before its last step
 
-Every rank runs this loop. All ranks stop after the same step (`StopRequest`) and roll back to the same checkpoint.
-
-Stopping all ranks after the same step when a signal asks for it.
+Every rank runs this loop. All ranks roll back to the same checkpoint and, if a signal asks any of them to stop, stop
+after the same step (`StopRequest`).
 """
 
 import math
@@ -29,7 +28,7 @@ from shardwright.parallel.observer import StepPhase
 from shardwright.runs.records import Record
 from shardwright.system.signals import on_signals
 from shardwright.training.hooks import Due, Hook, RunStart, TakenStep, due_after
-from shardwright.training.schedule import learning_rate
+from shardwright.training.optimizer import learning_rate
 from shardwright.training.step import Trainer
 
 
@@ -134,8 +133,8 @@ SAME_KEYPRESS_S = 2.0
 
 
 class StopRequest:
-    """Whether a signal asked any rank to stop. The ranks all-reduce the answer on the CPU while a step computes, so
-    it is known one step later."""
+    """The answer, equal on every rank, to whether a signal asked any rank to stop. The ranks all-reduce the answer on
+    the CPU while a step computes, so it is known one step later."""
 
     def __init__(self) -> None:
         self.requested = False

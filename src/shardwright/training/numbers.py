@@ -1,6 +1,5 @@
-"""Hooks that write the records of a run: the numbers of logged steps, read from the device here, and evaluations.
-
-The load of experts, as recorded in metrics.jsonl.
+"""Hooks that write the records of a run: the numbers of logged steps, read from the device here, the load of
+experts, and evaluations.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -97,7 +97,9 @@ def first_host(nodelist: str) -> str:
     """Return the first name of a Slurm node list: `gpu[03-05,9],login1` -> `gpu03`, `r[1-2]n[4,6]-ib` -> `r1n4-ib`."""
     match = re.match(r"(?:[^\[\],]|\[[^\]]*\])+", nodelist.strip())
     if match is None:
-        raise InputError(f"SLURM_STEP_NODELIST={nodelist!r} names no host; set MASTER_ADDR to that of the first node")
+        raise InputError(
+            f"SLURM_STEP_NODELIST={nodelist!r} names no host; set MASTER_ADDR to the host of the first node"
+        )
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0])
 
 
@@ -190,7 +192,7 @@ def _store(place: ProcessRank) -> dist.Store:
     except OSError as error:
         raise InputError(
             f"MASTER_ADDR={address!r} is no address or name of a machine that is known here ({error.strerror}); it "
-            f"must be that of the machine of rank 0"
+            f"must be the address of the machine of rank 0"
         ) from None
     try:
         with _without_stderr():  # the errors below replace the C++ stack traces that PyTorch prints at each try
@@ -239,7 +241,7 @@ def _name_of_start(store: dist.Store, place: ProcessRank, timeout_s: float = COL
         if time.monotonic() > until:
             raise WorkerError(
                 f"{ranks_in_words(sorted(missing))} did not come to where the ranks meet within {timeout_s:g} s; are "
-                f"all ranks started, and may their machines talk to that of rank 0?"
+                f"all ranks started, and may their machines talk to the machine of rank 0?"
             )
         for rank in missing:
             if store.check([f"token/{rank}"]) and (token := store.get(f"token/{rank}").decode()) not in answered:

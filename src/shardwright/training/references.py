@@ -131,7 +131,7 @@ def read_references(
     digest: str | None,
     splits: Mapping[str, Samples],
     step: int,
-    way_out: str = "start anew",
+    way_out: str = "start a new run",
 ) -> dict[str, np.ndarray]:
     """Return the values of a run's reference.safetensors, by SPLIT/N.
 

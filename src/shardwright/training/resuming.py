@@ -71,8 +71,8 @@ class RunCheckpoints:
         if damage:
             raise CheckpointError(
                 *damage,
-                f"no checkpoint in {self.store.folder} is whole, and --resume does not start anew over "
-                f"them; to start anew, name another folder with --set out=..., or move this one away",
+                f"no checkpoint in {self.store.folder} is whole, and --resume does not start a new run over "
+                f"them; to start a new run, name another folder with --set out=..., or move this one away",
             )
         return None
 

@@ -216,7 +216,7 @@ def _report_end(config: RunConfig, start: RunStart, done: int, checkpoints: RunC
     steps = config.steps
     if start.step < done < steps:
         log.say(
-            f"stopped at step {done} of {steps}, as asked; the last checkpoint is of this step. Go on with\n"
+            f"stopped at step {done} of {steps}, as asked; the last checkpoint is of this step. Continue with\n"
             f"  shardwright train {shlex.quote(str(Path(config.out) / RUN_FILE))} --resume"
         )
     elif done < steps:

@@ -81,7 +81,7 @@ class RunLog:
 
     @property
     def writes(self) -> bool:
-        """Whether this rank writes."""
+        """Return whether this rank writes."""
         return self._rank == 0
 
     @property
@@ -121,7 +121,7 @@ class RunLog:
 
     @property
     def traces(self) -> bool:
-        """Whether a writer takes spans."""
+        """Return whether a writer takes spans."""
         return any(writer.kind.traces for writer in self._optional)
 
     def trace(self, spans: Sequence[StepSpan]) -> None:

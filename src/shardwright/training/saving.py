@@ -143,7 +143,7 @@ class SaveCheckpoints(Hook):
                 continue
             text = f"saved {path}: steps waited {format_seconds(saved.blocked_s)} for {format_bytes(saved.n_bytes)}"
             if self._saver.asynchronous:
-                text += f", written beside them in {format_seconds(saved.took_s)}"
+                text += f", written during the next steps in {format_seconds(saved.took_s)}"
                 self.log.say(text)
             self.log.event("save", saved.step, text)
         for copied in [] if self._copier is None else self._copier.news():
@@ -158,5 +158,5 @@ class SaveCheckpoints(Hook):
                 raise SaveError(*error.problems) from None
             last = self.store.published()
             rest = f"the last good one is {last[-1]}" if last else "none has been written yet"
-            text = f"the checkpoint after step {step} is not {done}: {error}; the run goes on, {rest}"
+            text = f"the checkpoint after step {step} is not {done}: {error}; the run continues, {rest}"
             self.log.tell("fault", step, text)

@@ -1,6 +1,6 @@
-"""Resolves `layout.recompute = "auto"` before a model is built, from the memory of the rank with the least memory.
+"""Resolve `layout.recompute = "auto"` before a model is built, from the memory of the rank with the least memory.
 
-Check that each machine has enough memory for the offloaded state of all its ranks.
+The check that each machine has enough memory for the offloaded states of all its ranks is here too.
 """
 
 import socket
@@ -36,7 +36,7 @@ def settle(config: RunConfig, device: torch.device, ranks_here: int | None = Non
         before = gathered(before, tuple[str, int | None] | None)[0]  # the ranks may not see the same folder yet
     if before is not None:
         result = with_recomputation(config, *before)
-        return result, f"recompute auto: as the run began, {before[0]}"
+        return result, f"recompute auto: as at the start of the run, {before[0]}"
     least_bytes = memory_of(device, ranks_here) if ranks_here else _least(device)
     result, chosen = settled(config, least_bytes)
     return result, f"recompute auto: {chosen} of a rank"

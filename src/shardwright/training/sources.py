@@ -105,7 +105,7 @@ class Sources:
 
     @property
     def mixed(self) -> bool:
-        """Whether the run file gives sources with weights instead of one folder."""
+        """Return whether the run file gives sources with weights instead of one folder."""
         return bool(self.config.data.sources)
 
     @property
@@ -336,7 +336,7 @@ def past_problems(saved: MixtureRecord, current: MixtureRecord, step: int) -> li
     steps with `saved`. Later stages may be added; the sources and stages already trained on may not change."""
     before, now = saved["stages"], [stage for stage in current["stages"] if stage["from_step"] < step]
     way_out = (
-        f"what was trained cannot change; give it as it was, and other weights in a stage with from_step >= {step}"
+        f"steps that were taken keep their weights; give these, and other weights in a stage with from_step >= {step}"
     )
     problems = [
         f"it was trained with {_weights(was, saved)} from step {was['from_step']} on, and this run file has "
@@ -418,7 +418,7 @@ def tokenizer_problems(data: Mapping[str, Path], models: Mapping[str, Path], way
             difference = tokenizer_difference(ours, theirs) if theirs is not None and ours is not None else None
             if difference:
                 problems.append(
-                    f"{called} was prepared with another tokenizer than that of {model} ({difference}), so its token "
+                    f"{called} was not prepared with the tokenizer of {model} ({difference}), so its token "
                     f"ids mean other texts; prepare it again with --tokenizer {theirs}{way_out}"
                 )
     return problems

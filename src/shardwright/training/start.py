@@ -14,7 +14,7 @@ import torch
 from shardwright.config import RunConfig
 from shardwright.config.metrics import MEMORY_ON_CPU
 from shardwright.config.mixture import sources_of
-from shardwright.config.shrink import shrunk
+from shardwright.config.settle import shrunk
 from shardwright.data.shards import source_folders
 from shardwright.model.modules import rows
 from shardwright.report.headline import headline
@@ -176,7 +176,7 @@ def _train(config: RunConfig, place: ProcessRank | None, quiet: bool, max_restar
 
 def _way_on(config: RunConfig) -> str:
     saved = resumable(Path(config.out), config.checkpoint.local)
-    return f"saved up to {saved[-1]}; go on from it with --resume" if saved else "nothing was saved yet"
+    return f"saved up to {saved[-1]}; continue from it with --resume" if saved else "nothing was saved yet"
 
 
 def _as_printed_of_ranks(error: BaseException, place: ProcessRank, in_training: bool) -> BaseException:
@@ -194,7 +194,7 @@ def _as_printed_of_ranks(error: BaseException, place: ProcessRank, in_training: 
         # The rank at fault should be the first to fail from the launcher's view. The launcher then ends this one.
         time.sleep(_LOST_PEER_WAIT_S)
         return WorkerError(
-            f"rank {place.rank} could not reach another rank; if one failed, its own error tells why. Here: "
+            f"rank {place.rank} could not reach another rank; if one failed, its own error has the reason. This error: "
             f"{kind}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         )
     error = in_one_sentence(error) or error
@@ -300,7 +300,7 @@ def _check(config: RunConfig, alone: bool, serves: bool, with_data: bool) -> Non
         problems.append(
             f"{out} already holds a run"
             + (f", saved up to {saved[-1].name}" if saved else "")
-            + "; add --resume to go on with it, or name another folder with --set out=..."
+            + "; add --resume to continue it, or name another folder with --set out=..."
         )
     elif config.checkpoint.resume not in ("no", "auto"):
         given = Path(config.checkpoint.resume)
@@ -314,8 +314,8 @@ def _check(config: RunConfig, alone: bool, serves: bool, with_data: bool) -> Non
             )
         elif saved and real_path(given) != real_path(saved[-1]):
             problems.append(
-                f"{out} holds a run, saved up to {saved[-1].name}, which going on from {given} would "
-                f"overwrite; name another folder with --set out=..., or add --resume to go on with the run "
+                f"{out} holds a run, saved up to {saved[-1].name}, which a run from {given} would "
+                f"overwrite; name another folder with --set out=..., or add --resume to continue the run "
                 f"in it"
             )
     if problems:
@@ -351,7 +351,7 @@ def _durable_problems(config: RunConfig, saved: Sequence[Path]) -> list[str]:
     if section.resume == "no" and steps and not saved:
         return [
             f"checkpoint.durable={section.durable!r} already holds checkpoints of a run, up to "
-            f"{checkpoint_name(steps[-1])}; add --resume to go on with it, or name another place"
+            f"{checkpoint_name(steps[-1])}; add --resume to continue it, or name another place"
         ]
     return []
 
@@ -374,8 +374,8 @@ def _local_problems(config: RunConfig, saved: Sequence[Path]) -> list[str]:
         return [f"checkpoint.local={section.local!r} cannot be written: {error.filename}: {error.strerror}"]
     if section.resume != "auto" and kept and not saved:
         return [
-            f"checkpoint.local={section.local!r} holds checkpoints of a run, up to {kept[-1].name}; add --resume to go "
-            f"on with it, or delete that folder on each host"
+            f"checkpoint.local={section.local!r} holds checkpoints of a run, up to {kept[-1].name}; add --resume to "
+            f"continue it, or delete that folder on each host"
         ]
     return []
 

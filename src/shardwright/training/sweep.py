@@ -55,7 +55,7 @@ class SweepRun:
 
     @property
     def ended(self) -> bool:
-        """Whether the checkpoint after the last step is there."""
+        """Return whether the checkpoint after the last step is there."""
         last = checkpoint_name(self.config.steps)
         return any(saved.name == last for saved in published(self.out / CHECKPOINTS))
 

@@ -23,6 +23,7 @@ from shardwright.model.modules import row_of, rows
 from shardwright.model.quantised import fill_box
 from shardwright.model.saved import with_defaults
 from shardwright.model.spec import ModelSpec
+from shardwright.model.transformer import Transformer
 from shardwright.parallel.boxes import overlap
 from shardwright.runs.folder import CHECKPOINTS, RUN_FILE, published
 from shardwright.system.errors import CheckpointError, DamagedError, InputError
@@ -109,7 +110,7 @@ class CheckpointWeights(ShardedTensors):
     there are none.
     """
 
-    WHY_NO_MOMENTS = "the optimizer begins anew"
+    WHY_NO_MOMENTS = "the optimizer starts without states"
 
     def __init__(self, path: Path, manifest: CheckpointManifest, spec: ModelSpec, prefix: str = MODEL) -> None:
         self.path, self.manifest, self.spec = path, manifest, spec
@@ -219,7 +220,7 @@ class AveragedWeights(CheckpointWeights):
         config, step = load_kept(weights.path), weights.manifest.progress.step
         average = config.average
         if not (parts := average.parts(step, config.steps)):
-            begins = f"the average begins after step {average.first_step(config.steps):,} of the run"
+            begins = f"the average starts after step {average.first_step(config.steps):,} of the run"
             why = "its run file has average.kind='none'" if average.kind == "none" else begins
             raise CheckpointError(f"{weights.path} has no average of the weights after step {step:,}: {why}")
         super().__init__(weights.path, weights.manifest, weights.spec)
@@ -277,7 +278,7 @@ def weights_of_checkpoint(folder: Path) -> CheckpointWeights:
     if differing := [key for key, value in saved.items() if value != read.get(key)]:
         raise DamagedError(
             f"{folder}: its run file has {differing[0]}={read.get(differing[0])!r}, and its {FILE_NAME} has "
-            f"{saved[differing[0]]!r}: either the presets are those of another version of shardwright, "
+            f"{saved[differing[0]]!r}: either the presets are from another version of shardwright, "
             f"or one file is of another checkpoint"
         )
     if spec.lora is None:
@@ -354,3 +355,26 @@ def fill(
         elif not row.adapter:
             assert row.kind == "balance", f"{name} is not in {weights.path}"
             target.fill_(row.fill)
+
+
+def newest_checkpoint(run_dir: Path) -> Path:
+    """Return the newest checkpoint of a run. Raises CheckpointError if there is none."""
+    saved = published(run_dir / CHECKPOINTS)
+    if not saved:
+        raise CheckpointError(
+            f"{run_dir} has no checkpoint; train first: shardwright train RUN.toml --set out={run_dir}"
+        )
+    return saved[-1]
+
+
+def restore(checkpoint: Path) -> Transformer:
+    """Return the whole model of a checkpoint, on the CPU, in evaluation mode, in its training type.
+
+    Raises CheckpointError if the checkpoint is missing or damaged.
+    """
+    weights = weights_of_checkpoint(checkpoint)
+    with torch.device("meta"):
+        model = Transformer(weights.spec).to(getattr(torch, weights.dtypes["embedding.weight"]))
+    model = model.to_empty(device="cpu").eval()
+    fill(model.named_parameters(), weights.spec, weights)
+    return model

@@ -1,6 +1,6 @@
 """The training that layouts are compared by: a model, and random batches made from the seed.
 
-It also has the number formats at test size: the loss scale of float16, the blocks of fp8 and the options of an
+A case also has the number formats at test size: the loss scale of float16, the blocks of fp8, and the options of an
 optimizer.
 
 Shapes: B sequences of the global batch, T tokens of a sequence.
@@ -25,7 +25,7 @@ from shardwright.model.spec import ModelSpec
 from shardwright.split.compression import elements_of_block, powersgd_rank
 from shardwright.split.stages import schedule_problems, stage_layers
 from shardwright.system.errors import InputError, nearest
-from shardwright.training.schedule import learning_rate
+from shardwright.training.optimizer import learning_rate
 
 DTYPES: dict[str, tuple[torch.dtype, torch.dtype]] = {
     "float64": (torch.float64, torch.float64),
@@ -419,8 +419,8 @@ def only_in_float64(dtype: str, key: str, value: str) -> str:
     """Return why a choice that rounds, or picks elements, is compared only in float64, and the valid alternatives."""
     return (
         f"dtype={dtype!r} with {key}={value!r}: a sum in another order is another number in {dtype}, which may round "
-        f"to the next number or make another element the largest, so that no bound would tell a bug from rounding; "
-        f"valid: dtype='float64', or {key}='none'"
+        f"to the next number or make another element the largest, so that no bound would distinguish a bug from "
+        f"rounding; valid: dtype='float64', or {key}='none'"
     )
 
 
@@ -429,6 +429,6 @@ def not_with(compress_gradients: str, key: str, value: str) -> str:
     return (
         f"layout.compress_gradients={compress_gradients!r} with {key}={value!r}: training can have both, but weights "
         f"after an update with rounded gradients are other numbers, which may round to the next number, so that no "
-        f"bound would tell a bug from rounding; verify one, and then the other, with --set {key}=none and --set "
+        f"bound would distinguish a bug from rounding; verify one, and then the other, with --set {key}=none and --set "
         f"layout.compress_gradients=none"
     )

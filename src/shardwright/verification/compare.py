@@ -31,8 +31,8 @@ class ReportRow:
 
     @property
     def equal(self) -> bool:
-        """Whether the error is within the tolerance. An error or a tolerance that is not finite is never equal: one
-        process in the same type may be as wrong."""
+        """Return whether the error is within the tolerance. An error or a tolerance that is not finite is never equal:
+        one process in the same type may be as wrong."""
         return math.isfinite(self.error) and self.error <= self.tolerance
 
     @property

@@ -51,7 +51,7 @@ class CoordinateCheck:
 
     @property
     def flat(self) -> bool:
-        """Whether no slope exceeds `FLAT`, up or down."""
+        """Return whether no slope exceeds `FLAT`, up or down."""
         return all(abs(slope) <= FLAT for slope in self.slopes.values())
 
 

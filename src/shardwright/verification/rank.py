@@ -31,7 +31,7 @@ from shardwright.training import forward_backward, on_shards
 from shardwright.training.average import WeightAverage
 from shardwright.training.checkpoint.state import named_tensors
 from shardwright.training.loss_scale import loss_scaler
-from shardwright.training.offload.states import where_of
+from shardwright.training.offload.states import states_location
 from shardwright.training.on_shards import OptimizerOnShards
 from shardwright.training.optimizer import build_optimizer
 from shardwright.training.optimizers import adamw_8bit
@@ -170,7 +170,7 @@ def build_trainer(case: Case, layout: Layout, training: str, folder: Path | None
         trained = [parameter for parameter in model.named_parameters.values() if parameter.requires_grad]
         optimizer = OptimizerOnShards(torch.optim.SGD([{"params": trained}]))  # a stage may have none
     else:
-        states = where_of(layout, folder or Path(tempfile.gettempdir()), CHUNK_BYTES)
+        states = states_location(layout, folder or Path(tempfile.gettempdir()), CHUNK_BYTES)
         optimizer = build_optimizer(model.named_parameters, case.spec, case.optimizer, states, model.observers)
     return Trainer(
         model,

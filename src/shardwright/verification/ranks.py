@@ -7,7 +7,7 @@ that can be imported, and its arguments and results have to be picklable.
 Processes do not stay for a second world. PyTorch caches DTensor's results for a device mesh and reuses them for every
 equal mesh, with the names of the first one's process groups. In another world these names are missing or wrong.
 
-Reports the progress of the ranks, counted from the files that they write.
+`report_progress` counts the progress of the ranks from the files that they write.
 """
 
 import faulthandler

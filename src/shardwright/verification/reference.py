@@ -290,18 +290,18 @@ class _Answers:
 def _round_inputs(model: Transformer, case: Case) -> None:
     """Round the rows of experts, and the inputs of layers with their gradients, as the case's layout sends them."""
 
-    def of_experts(experts: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def round_rows(experts: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         rows_RD, *others = inputs
         return rows_RD + (_in_8_bits(rows_RD.detach(), case.rounded_inputs.experts) - rows_RD.detach()), *others
 
-    def of_layer(block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def round_input(block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return _SentToNextStage.apply(inputs[0], case.rounded_inputs.of_layers), *inputs[1:]
 
     if case.rounded_inputs.experts != "none":
         for layer in expert_layers(model).values():
-            layer.experts.register_forward_pre_hook(of_experts)
+            layer.experts.register_forward_pre_hook(round_rows)
     for number in case.rounded_inputs.layers:
-        model.layers[str(number)].register_forward_pre_hook(of_layer)
+        model.layers[str(number)].register_forward_pre_hook(round_input)
 
 
 class _SentToNextStage(torch.autograd.Function):

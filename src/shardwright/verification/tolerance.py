@@ -210,7 +210,7 @@ def with_adams_noise(tolerance: Tolerance, case: Case, noise: frozenset[str]) ->
         return max(bound, tolerance.limit(quantity, name)) if steps_of_noise else tolerance.limit(quantity, name)
 
     reason = (
-        f"{tolerance.reason}; for {len(noise)} parameters whose gradient is zero but for rounding, AdamW's steps of "
+        f"{tolerance.reason}; for {len(noise)} parameters whose gradient is zero except for rounding, AdamW's steps of "
         f"it: 2 x lr {case.optimizer.lr:g} x {case.steps} steps over the floor = {bound:.1e}"
     )
     return Tolerance(limit, reason)

@@ -1,6 +1,5 @@
-"""Runs a layout and its reference, and compares their traces.
-
-Finds the smallest layout that still differs: axes and keys are switched off one by one while it differs.
+"""Run a layout and its reference, compare their traces, and find the smallest layout that still differs: axes and keys
+are switched off one by one while it differs.
 """
 
 import shutil

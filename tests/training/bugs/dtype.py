@@ -13,7 +13,7 @@ from tests.training.bugs.bug import (
     NORM,
     ONE,
     PP,
-    REPLICAS,
+    REDUCTIONS,
     SEQUENTIAL,
     SP,
     STAGE,
@@ -63,27 +63,27 @@ DTYPE: dict[str, AnyBug] = {
     ),
     "gradients of norms are rounded to bf16 before their sum": Bug(
         Mutation(
-            f"{REPLICAS}:sum_together",
-            "torch.cat([part.flatten() for part in parts])",
-            "torch.cat([part.flatten() for part in parts]).bfloat16()",
+            f"{REDUCTIONS}:reduce_together",
+            "torch.cat([tensor.flatten() for tensor in tensors])",
+            "torch.cat([tensor.flatten() for tensor in tensors]).bfloat16()",
         ),
         [SP],
         dtype="bfloat16",
     ),
     "gradients of norms are rounded to bf16 after their sum": Bug(
         Mutation(
-            f"{REPLICAS}:sum_together",
-            "part.copy_(summed.view_as(part))",
-            "part.copy_(summed.bfloat16().view_as(part))",
+            f"{REDUCTIONS}:reduce_together",
+            "tensor.copy_(reduced.view(tensor.shape))",
+            "tensor.copy_(reduced.bfloat16().view(tensor.shape))",
         ),
         [SP],
         dtype="bfloat16",
     ),
     "gradients of kv heads are rounded to bf16 before their sum": Bug(
         Mutation(
-            f"{REPLICAS}:sum_together",
-            "dist.all_reduce(flat, group=group)",
-            "flat = flat.bfloat16()\ndist.all_reduce(flat, group=group)",
+            f"{REDUCTIONS}:reduce_together",
+            "dist.all_reduce(flat, op=op, group=group)",
+            "flat = flat.bfloat16()\ndist.all_reduce(flat, op=op, group=group)",
         ),
         [TP],
         dtype="bfloat16",
@@ -91,9 +91,9 @@ DTYPE: dict[str, AnyBug] = {
     ),
     "gradients of kv heads are rounded to bf16 after their sum": Bug(
         Mutation(
-            f"{REPLICAS}:sum_together",
-            "dist.all_reduce(flat, group=group)",
-            "dist.all_reduce(flat, group=group)\nflat = flat.bfloat16()",
+            f"{REDUCTIONS}:reduce_together",
+            "dist.all_reduce(flat, op=op, group=group)",
+            "dist.all_reduce(flat, op=op, group=group)\nflat = flat.bfloat16()",
         ),
         [TP],
         dtype="bfloat16",
@@ -101,9 +101,9 @@ DTYPE: dict[str, AnyBug] = {
     ),
     "gradients of replicas of a stage are rounded to bf16 before their sum": Bug(
         Mutation(
-            "shardwright.parallel.pipeline.tied:sum_together",
-            "torch.cat([part.flatten() for part in parts])",
-            "torch.cat([part.flatten() for part in parts]).bfloat16()",
+            f"{REDUCTIONS}:reduce_together",
+            "torch.cat([tensor.flatten() for tensor in tensors])",
+            "torch.cat([tensor.flatten() for tensor in tensors]).bfloat16()",
         ),
         [DUALPIPE],
         dtype="bfloat16",

@@ -14,56 +14,60 @@ _LM_EVAL = "tests/generation/test_lm_eval.py:test_a_bug_is_seen"
 _CAST = "tests/training/test_checkpoint.py:test_bug_23_a_dtype_that_is_cast_in_loading_would_be_seen"
 
 
-def _of_attention(name: str) -> UnitBug:
+def _attention_bug(name: str) -> UnitBug:
     (mutation,) = test_context.BUGS[name].bugs
     return UnitBug(mutation, _ATTENTION, put_in_there=True)
 
 
-def _of_loop(name: str) -> UnitBug:
+def _loop_bug(name: str) -> UnitBug:
     _, mutation = test_distributed.BUGS[name]
     return UnitBug(mutation, _LOOP, put_in_there=True)
 
 
-def _of_lm_eval(name: str) -> dict[str, UnitBug]:
+def _lm_eval_bug(name: str) -> dict[str, UnitBug]:
     _, mutation = test_lm_eval.BUGS[f"lm-eval: {name}"]
     return {f"lm-eval: {name}": UnitBug(mutation, _LM_EVAL, put_in_there=True)}
 
 
 SCALE = {
-    **_of_lm_eval("a long text has the log-likelihood of its last part"),
-    "attention's backward pass takes a block's own log-sum-exp": _of_attention("a block's own log-sum-exp in backward"),
-    "the norm counts an embedding once for each rank of pp that holds it": _of_loop(
+    **_lm_eval_bug("a long text has the log-likelihood of its last part"),
+    "attention's backward pass takes a block's own log-sum-exp": _attention_bug(
+        "a block's own log-sum-exp in backward"
+    ),
+    "the norm counts an embedding once for each rank of pp that holds it": _loop_bug(
         "the norm counts an embedding once for each rank of pp that holds it"
     ),
 }
 REDUCTION = {
-    "the last hop of the gradients of keys and values is dropped": _of_attention("the gradients' last hop dropped"),
-    "the gradient of the own block of keys is forgotten": _of_attention("the own block's gradient forgotten"),
-    "gradients of replicated kv heads are not summed in ulysses": _of_attention(
+    "the last hop of the gradients of keys and values is dropped": _attention_bug("the gradients' last hop dropped"),
+    "the gradient of the own block of keys is forgotten": _attention_bug("the own block's gradient forgotten"),
+    "gradients of replicated kv heads are not summed in ulysses": _attention_bug(
         "gradients of copied kv heads not summed"
     ),
 }
 SHARD = {
-    "gradients of keys come home to the next rank": _of_attention("gradients come home to the next rank"),
+    "gradients of keys come home to the next rank": _attention_bug("gradients come home to the next rank"),
 }
 ORDER = {
-    "gradients of the early keys are added to the late": _of_attention("gradients of the early keys added to the late"),
-    "the gradient of the late queries is added to the early": _of_attention(
+    "gradients of the early keys are added to the late": _attention_bug(
+        "gradients of the early keys added to the late"
+    ),
+    "the gradient of the late queries is added to the early": _attention_bug(
         "the late queries' gradient added to the early"
     ),
-    "gradients for other ranks are sent in another order": _of_attention(
+    "gradients for other ranks are sent in another order": _attention_bug(
         "gradients for other ranks sent in another order"
     ),
 }
 STALE = {
-    **_of_lm_eval("all contexts are continued as the first one wants"),
-    "gradients that were let go are not put back into the buckets": _of_loop(
+    **_lm_eval_bug("all contexts are continued as the first one wants"),
+    "gradients that were let go are not put back into the buckets": _loop_bug(
         "gradients that were let go are not put back into the buckets"
     ),
-    "the second copy of a tied embedding keeps its old values": _of_loop(
+    "the second copy of a tied embedding keeps its old values": _loop_bug(
         "the second copy of a tied embedding keeps its old values"
     ),
-    "a loop of one's own keeps the gradients of the step before": _of_loop("gradients of the step before are kept"),
+    "a loop of one's own keeps the gradients of the step before": _loop_bug("gradients of the step before are kept"),
 }
 DTYPE = {
     **{
@@ -75,10 +79,10 @@ DTYPE = {
         "tests/training/test_tf32.py:test_mfu_goes_by_the_peak_of_the_type_that_is_multiplied_in",
     ),
 }
-MASK = _of_lm_eval("the stop texts of a task are not used")
+MASK = _lm_eval_bug("the stop texts of a task are not used")
 OFF_BY_ONE = {
-    **_of_lm_eval("a continuation is scored without the first token that fits before it"),
-    **_of_lm_eval("a context is cut to what fits without the new tokens"),
+    **_lm_eval_bug("a continuation is scored without the first token that fits before it"),
+    **_lm_eval_bug("a context is cut to what fits without the new tokens"),
 }
 FILES = {
     name: UnitBug(

@@ -22,12 +22,12 @@ OTHER_RANK = Mutation(
 GIVEN_BACK = Mutation("shardwright.generation.engine:WholeEngine.__init__", "configure_malloc()", "None")
 
 
-def _of_cache(function: str, before: str, after: str, spec: object = GROUPED, sampling: Sampling = GREEDY) -> UnitBug:
+def _cache_bug(function: str, before: str, after: str, spec: object = GROUPED, sampling: Sampling = GREEDY) -> UnitBug:
     return UnitBug(Mutation(function, before, after), _NO_TOKEN, given=(spec, sampling))
 
 
 SCALE = {
-    "absorbed latent attention is scaled by the width of the latent vector": _of_cache(
+    "absorbed latent attention is scaled by the width of the latent vector": _cache_bug(
         "shardwright.generation.cache:CachedLatentAttention._absorbed", "q_NHC.shape[-1] ** -0.5", "None", LATENT
     ),
     "a rejected proposal is replaced by a draw from the target's whole distribution": UnitBug(
@@ -46,10 +46,10 @@ SERVING = {
 }
 SHARD = {"the cache has the kv heads of another rank of tp": UnitBug(OTHER_RANK, _ON_RANKS, put_in_there=True)}
 ORDER = {
-    "draws follow the row of the batch instead of the prompt": _of_cache(
+    "draws follow the row of the batch instead of the prompt": _cache_bug(
         f"{BATCHER}.next_tokens", "[s.prompt for s in group]", "[each.slot for each in group]", sampling=DRAWN
     ),
-    "draws of one sequence repeat at every position": _of_cache(
+    "draws of one sequence repeat at every position": _cache_bug(
         f"{BATCHER}.next_tokens", "[len(s.tokens) for s in group]", "[0 for each in group]", sampling=DRAWN
     ),
 }
@@ -59,7 +59,7 @@ STALE = {
     ),
 }
 MASK = {
-    "a short sequence attends to the positions of a longer one in the batch": _of_cache(
+    "a short sequence attends to the positions of a longer one in the batch": _cache_bug(
         "shardwright.generation.batch:RaggedBatch.decode_mask", "min(stops) == max(stops)", "True"
     ),
     "a proposal attends to the one after it": UnitBug(
@@ -69,10 +69,10 @@ MASK = {
     ),
 }
 OFF_BY_ONE = {
-    "keys and values are cached one position early": _of_cache(
+    "keys and values are cached one position early": _cache_bug(
         f"{CACHE}:LayerCache.write", "cache.batch.starts", "cache.batch.starts - 1"
     ),
-    "positions of rope are one too high in decoding": _of_cache(
+    "positions of rope are one too high in decoding": _cache_bug(
         "shardwright.generation.engine:WholeEngine._logits",
         "batch.positions",
         "[position + (not batch.is_prefill) for position in batch.positions]",

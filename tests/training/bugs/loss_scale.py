@@ -27,7 +27,7 @@ def _there(name: str) -> UnitBug:
     return UnitBug(mutation, _SEEN, put_in_there=True)
 
 
-def _of_rule(before: str, after: str) -> UnitBug:
+def _rule_bug(before: str, after: str) -> UnitBug:
     return UnitBug(Mutation(_SCALER, before, after), _RULE)
 
 
@@ -89,12 +89,12 @@ SCALE: dict[str, AnyBug] = {
         ONE,
         PP,
     ),
-    "steps before an overflow count for the window after it": _of_rule(
+    "steps before an overflow count for the window after it": _rule_bug(
         "state.clean, state.left, state.skipped = (0, state.left - 1, state.skipped + 1)",
         "state.left, state.skipped = (state.left - 1, state.skipped + 1)",
     ),
-    "every overflow halves the loss scale": _of_rule("state.left <= 0", "state.left <= 99"),
-    "the hysteresis is not filled up when the scale is doubled": _of_rule(
+    "every overflow halves the loss scale": _rule_bug("state.left <= 0", "state.left <= 99"),
+    "the hysteresis is not filled up when the scale is doubled": _rule_bug(
         "state.clean, state.left, state.scale = (0, self.hysteresis, 2 * state.scale)",
         "state.clean, state.scale = (0, 2 * state.scale)",
     ),

@@ -35,7 +35,7 @@ ON_RANKS: dict[str, tuple[str, Mutation]] = {
     "shards that are on the host are copied once more to be updated": (
         _BESIDE,
         Mutation(
-            "shardwright.verification.rank:where_of",
+            "shardwright.verification.rank:states_location",
             'layout.offload_optimizer == "cpu" and layout.offload_parameters == "none"',
             'layout.offload_optimizer == "cpu"',
         ),

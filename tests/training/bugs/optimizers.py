@@ -17,7 +17,7 @@ _SHARDED = Layout(dp_shard=2, zero=2)
 _PLAIN = "biases, tied"
 
 
-def _of_shard(method: str, total: str, groups: str, layouts: list[Layout]) -> Bug:
+def _shard_bug(method: str, total: str, groups: str, layouts: list[Layout]) -> Bug:
     """A sum of Adafactor's that stays that of the shard."""
     return Bug(
         Mutation(f"{_ADAFACTOR}.{method}", f"{total}, self.{groups}", f"{total}, ()"), layouts, optimizer="adafactor"
@@ -32,19 +32,19 @@ REDUCTION: dict[str, AnyBug] = {
         [TP],
         optimizer="adamw-8bit",
     ),
-    "Adafactor takes the means over columns of a shard of rows": _of_shard(
+    "Adafactor takes the means over columns of a shard of rows": _shard_bug(
         "squares", "self.of_columns_EPC", "over_rows", [TP, _SHARDED]
     ),
-    "Adafactor takes the means over rows of a shard of columns": _of_shard(
+    "Adafactor takes the means over rows of a shard of columns": _shard_bug(
         "squares", "self.of_rows_ER", "over_columns", [TP]
     ),
-    "Adafactor divides by the mean of the row means of a shard": _of_shard(
+    "Adafactor divides by the mean of the row means of a shard": _shard_bug(
         "moments", "self.r_mean_EP", "over_rows", [TP, _SHARDED]
     ),
-    "Adafactor clips an update by the root mean square of a shard": _of_shard(
+    "Adafactor clips an update by the root mean square of a shard": _shard_bug(
         "direction", "self.u_square_EP", "over_all", [TP, _SHARDED]
     ),
-    "Adafactor's steps are relative to the size of a shard": _of_shard(
+    "Adafactor's steps are relative to the size of a shard": _shard_bug(
         "squares", "self.w_square_EP", "over_all", [TP, _SHARDED]
     ),
 }

@@ -18,7 +18,7 @@ from tests.training.bugs.bug import (
     NORM,
     ON_RING,
     PP,
-    REPLICAS,
+    REDUCTIONS,
     RING,
     ROUTER,
     SP,
@@ -90,7 +90,7 @@ REDUCTION: dict[str, Bug] = {
     ),
     "10: the gradients of latent vectors' norms on token shards are not summed": Bug(
         Mutation(
-            f"{REPLICAS}:summed_over",
+            f"{REDUCTIONS}:summed_over",
             "row.split == 'replicated' and layout.token_shards",
             "row.split == 'replicated' and 'latent_norm' not in row.name and layout.token_shards",
         ),
@@ -99,7 +99,7 @@ REDUCTION: dict[str, Bug] = {
     ),
     "10: the gradient of the router on token shards is not summed": Bug(
         Mutation(
-            f"{REPLICAS}:summed_over",
+            f"{REDUCTIONS}:summed_over",
             "row.split == 'replicated' and layout.token_shards",
             "row.split == 'replicated' and 'router' not in row.name and layout.token_shards",
         ),
@@ -172,7 +172,7 @@ REDUCTION: dict[str, Bug] = {
     ),
     "the gradient of a row-parallel linear's bias is that of one token shard": Bug(
         Mutation(
-            f"{REPLICAS}:summed_over",
+            f"{REDUCTIONS}:summed_over",
             "row.split == 'replicated' and layout.token_shards",
             "row.split == 'replicated' and row.kind != 'bias' and layout.token_shards",
         ),
@@ -181,20 +181,22 @@ REDUCTION: dict[str, Bug] = {
     ),
     "gradients that every rank of tp has whole are summed": Bug(
         Mutation(
-            f"{REPLICAS}:summed_over", "row.split == 'replicated' and layout.token_shards", "row.split == 'replicated'"
+            f"{REDUCTIONS}:summed_over",
+            "row.split == 'replicated' and layout.token_shards",
+            "row.split == 'replicated'",
         ),
         [TP],
     ),
     "gradients of kv heads are summed over ranks with other heads": Bug(
         Mutation(
-            f"{REPLICAS}:summed_over",
+            f"{REDUCTIONS}:summed_over",
             "'tp_replicas' if kv_replicas(n_kv_heads, layout.tp) > 1 else None",
             "'tp' if kv_replicas(n_kv_heads, layout.tp) > 1 else None",
         ),
         [Layout(tp=4, sequence_parallel=False)],
     ),
     "gradients of the norms of heads are not summed": Bug(
-        Mutation(f"{REPLICAS}:summed_over", "if row.split == 'per_head':\n    return 'tp'", "pass"),
+        Mutation(f"{REDUCTIONS}:summed_over", "if row.split == 'per_head':\n    return 'tp'", "pass"),
         [TP],
         spec={"qk_norm": True},
     ),

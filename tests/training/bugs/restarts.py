@@ -10,7 +10,7 @@ _DP = f"{_TESTS}:test_a_layout_shrinks_along_dp_alone"
 _GROWS = f"{_TESTS}:lost_places_are_tried_again"
 _SPARE = f"{_TESTS}:test_a_spare_takes_the_place_of_the_one_at_fault_which_is_then_the_last_spare"
 _RESTARTS = "shardwright.training.resilience.restarts:Restarts"
-_SHRUNK = "shardwright.config.shrink"
+_SHRUNK = "shardwright.config.settle"
 
 RESUME: dict[str, AnyBug] = {
     "after a fault a run begins anew though it has checkpoints": UnitBug(

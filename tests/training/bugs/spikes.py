@@ -14,7 +14,7 @@ def _there(name: str) -> UnitBug:
     return UnitBug(bugs[name][1], f"{at}:test_a_bug_is_seen", put_in_there=True)
 
 
-def _of_rule(before: str, after: str, test: str) -> UnitBug:
+def _rule_bug(before: str, after: str, test: str) -> UnitBug:
     return UnitBug(Mutation(_JUDGE, before, after), f"{_SPIKES}:{test}")
 
 
@@ -44,18 +44,18 @@ RECOMPUTATION: dict[str, AnyBug] = {
     )
 }
 SCALE: dict[str, AnyBug] = {
-    "a loss is a spike at the mean plus six times itself": _of_rule(
+    "a loss is a spike at the mean plus six times itself": _rule_bug(
         "self.config.spike_sigma * deviation", "self.config.spike_sigma * mean", _WINDOW
     ),
-    "values that are not finite enter the window of losses": _of_rule(
+    "values that are not finite enter the window of losses": _rule_bug(
         "math.isfinite(loss) and math.isfinite(norm)", "not math.isinf(loss)", _FINITE
     ),
 }
 OFF_BY_ONE: dict[str, AnyBug] = {
-    "63 steps are enough to judge a loss by": _of_rule(
+    "63 steps are enough to judge a loss by": _rule_bug(
         "len(window) >= LEAST_WINDOW", "len(window) > LEAST_WINDOW - 2", _WINDOW
     ),
-    "the window of losses holds 129 steps": _of_rule(
+    "the window of losses holds 129 steps": _rule_bug(
         "del window[:-SPIKE_WINDOW]", "del window[: -SPIKE_WINDOW - 1]", _FINITE
     ),
 }

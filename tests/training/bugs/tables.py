@@ -32,11 +32,11 @@ _NAMES = {
 """Name of the table of a family in each module -> the family."""
 
 
-def _of(table: str) -> dict[str, AnyBug]:
+def _bugs_of_table(table: str) -> dict[str, AnyBug]:
     return {name: bug for module in MODULES for name, bug in getattr(module, table, {}).items()}
 
 
-FAMILIES: dict[str, Mapping[str, AnyBug]] = {family: _of(table) for table, family in _NAMES.items()}
+FAMILIES: dict[str, Mapping[str, AnyBug]] = {family: _bugs_of_table(table) for table, family in _NAMES.items()}
 ALL: dict[str, AnyBug] = {name: bug for bugs in FAMILIES.values() for name, bug in bugs.items()}
 assert len(ALL) == sum(map(len, FAMILIES.values())), "two bugs have the same name"
 assert len(ALL) == sum(

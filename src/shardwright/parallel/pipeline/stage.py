@@ -3,8 +3,7 @@
 Parameters have the names they have in the whole model, such as `layers.7.attention.q.weight`, so checkpoints, initial
 values and verification are independent of stages.
 
-Defers weight gradients to a later action (op W) than the rest of the backward pass, for zero-bubble schedules.
-
+Zero-bubble schedules compute weight gradients in a later action (op W) than the rest of the backward pass (op I).
 The backward pass of a linear has two matmuls, dx = dy W and dW = dy^T x. The previous stage needs only dx, so a
 schedule may run dW where the rank would otherwise be idle (Qi et al., arXiv 2401.10241, section 2). While `hold` is
 active, backward passes hand the inputs of dW to a `WeightGradients` instead of computing dW (`model/matmul.py`); `take`

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwright.parallel.norm import local_part
-from shardwright.parallel.replicas import sum_together
+from shardwright.parallel.reductions import sum_together
 
 Parameters = Mapping[str, nn.Parameter]
 

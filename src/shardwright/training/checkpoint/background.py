@@ -35,7 +35,7 @@ class BackgroundThread:
 
     @property
     def is_alive(self) -> bool:
-        """Whether this rank has a job in progress."""
+        """Return whether this rank has a job in progress."""
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, job: Callable[[], None], as_error: Callable[[Exception], CheckpointError]) -> None:

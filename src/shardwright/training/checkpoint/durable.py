@@ -10,7 +10,7 @@ An object store has no rename, so a copy is published by writing its manifest la
 part of the files, then writes a marker that contains the sha256 of the manifest. The marker of an earlier, unfinished
 copy of another checkpoint with the same number of steps has a different sha256 and does not count.
 
-Copying checkpoints to `checkpoint.durable` during training: a thread of each rank copies its part.
+During training a thread of each rank copies its part (`Copier`).
 """
 
 import hashlib
@@ -170,7 +170,7 @@ class DurableFolder:
 
 
 def durable_folder(config: RunConfig) -> DurableFolder | None:
-    """The durable copies of a run, or None if it has none. Raises CheckpointError for an unsupported URL."""
+    """Return the durable copies of a run, or None if it has none. Raises CheckpointError for an unsupported URL."""
     section = config.checkpoint
     return None if section.durable is None else DurableFolder(section.durable, section.durable_keep_last)
 

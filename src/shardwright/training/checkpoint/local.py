@@ -11,8 +11,7 @@ LOCAL/                         one folder, seen by all ranks of one host
 The hosts form a ring, as in Gemini (Wang et al., SOSP '23). A thread of each rank writes and sends. Ranks exchange data
 in point-to-point messages over a separate process group (`messages`). When all shards have been written and copied,
 rank 0 has the records of all ranks and sends the manifest to them; each host then publishes the checkpoint.
-
-The keeper of each rank's shards on another host, and the file transfers between hosts: pure arithmetic.
+`Hosts` computes which rank of another host keeps a rank's shards, and which files are sent, without communication.
 """
 
 import hashlib
@@ -247,7 +246,7 @@ class ListedCheckpoint:
 
 
 def local_level(config: RunConfig, trainer: Trainer) -> LocalLevel | None:
-    """The local checkpoints of the folder named in the run file, or None."""
+    """Return the local checkpoints of the folder named in the run file, or None."""
     local = config.checkpoint.local
     return None if local is None else LocalLevel(Path(local), Path(config.out), trainer)
 
@@ -289,7 +288,7 @@ class Hosts:
 
     @classmethod
     def by_name(cls, names: Sequence[str]) -> "Hosts":
-        """Number the hosts. `names`: the host name of each rank."""
+        """Return the hosts, numbered in the order of their first rank. `names`: the host name of each rank."""
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return cls(tuple(numbers[name] for name in names))
 

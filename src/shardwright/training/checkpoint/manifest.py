@@ -72,7 +72,7 @@ class TensorRecord:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the shards cover each element of the tensor exactly once. PyTorch would silently leave a gap
+        """Return whether the shards cover each element of the tensor exactly once. PyTorch would silently leave a gap
         unfilled.
 
         Each corner of a box counts +1 or -1, alternating. Boxes cover the whole exactly once if and only if the sum of

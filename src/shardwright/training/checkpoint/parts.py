@@ -1,4 +1,4 @@
-"""How ranks publish a checkpoint together, without a collective during training: the same protocol for every target.
+"""The protocol by which ranks publish a checkpoint together, without a collective during training, to any target.
 
 1. Each rank writes its part of the files and confirms it.
 2. Rank 0 waits until all ranks have confirmed, then publishes. The manifest is written last.

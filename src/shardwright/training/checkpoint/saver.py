@@ -5,12 +5,10 @@ training continues at once. A thread of each rank copies its shards to host memo
 for the copying before it changes the tensors (`snapshot`). Rank 0's thread publishes when the records of all ranks have
 arrived (CheckFreq, Mohan et al., FAST '21: separate snapshot and persist phases, at most one checkpoint in progress).
 
-The copy of a rank's shards in host memory from which a background thread writes.
-
-A thread makes the copy while the next forward and backward passes read the weights. Training waits for the copy before
-it changes any weight (DataStates-LLM, Maurya et al., HPDC '24: lazy asynchronous multi-level checkpointing). The state
-of compressed gradients changes in a backward pass, so it is copied at once.
-"""
+A thread makes the copy of the shards in host memory (`Snapshot`) while the next forward and backward passes read the
+weights. Training waits for the copy before it changes any weight (DataStates-LLM, Maurya et al., HPDC '24: lazy
+asynchronous multi-level checkpointing). The state of compressed gradients changes in a backward pass, so it is copied
+at once."""
 
 import copy
 import dataclasses

@@ -217,7 +217,7 @@ def _other_samples(manifest: CheckpointManifest, data: DataRecord) -> list[str]:
     if saved is None:
         return ["it holds weights that were imported, and no run has trained them"]
     problems = [
-        f"it was trained on samples of {key}={was!r}, and this run cuts them with {key}={now!r}, so it cannot go on "
+        f"it was trained on samples of {key}={was!r}, and this run cuts them with {key}={now!r}, so it cannot continue "
         f"with each sample once; give the data and sizes it was trained with"
         for key, was, now in (
             ("seq_len", saved["seq_len"], data["seq_len"]),
@@ -230,6 +230,6 @@ def _other_samples(manifest: CheckpointManifest, data: DataRecord) -> list[str]:
 
 
 _A_NEW_RUN = (
-    "only the same run goes on from a checkpoint; a new run with these weights, and with other data, sequences or "
+    "only the same run continues from a checkpoint; a new run with these weights, and with other data, sequences or "
     "optimizer, takes --set init.weights=PATH, a new --set out=... and no --resume"
 )

@@ -8,7 +8,7 @@ A step copies the gradients to the host and the weights to the device in their o
 shard in fp32. ZeRO-Offload copies 2 + 2 bytes, since its device stores both in 16 bits. Here gradients are summed and
 sharded weights stored in fp32, even with matmuls in bf16, so they are not rounded.
 
-Copies between a device and the memory of its host.
+`HostLink` copies between a device and the memory of its host.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -62,11 +62,11 @@ class ScratchFile:
             ) from None
 
     def read(self, at: int, into: memoryview, direct: bool = False) -> None:
-        """As `OffloadFile.read`."""
+        """Read as `OffloadFile.read`."""
         self._all(os.preadv, at, into, direct, "read")
 
     def write(self, at: int, data: memoryview, direct: bool = False) -> None:
-        """As `OffloadFile.write`."""
+        """Write as `OffloadFile.write`."""
         self._all(os.pwritev, at, data, direct, "written")
 
     def _all(self, request: Any, at: int, data: memoryview, direct: bool, done: str) -> None:
@@ -80,7 +80,7 @@ class ScratchFile:
         except OSError as error:
             raise WorkerError(
                 f"optimizer states on the disk, offload_path={str(self.folder)!r}, cannot be {done}: {error.strerror}; "
-                f"checkpoints that are published are whole: go on from the last one with --resume, once the disk works"
+                f"published checkpoints are whole: continue from the last one with --resume, once the disk works"
             ) from None
 
 

@@ -50,7 +50,7 @@ Where = Disk | Host | None
 """The location of a run's optimizer states; None: on the device."""
 
 
-def where_of(
+def states_location(
     layout: Layout,
     folder: Path,
     part_bytes: int | None = None,

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from shardwright.model.row import Row
 from shardwright.parallel.boxes import local_box
 from shardwright.parallel.norm import local_part
-from shardwright.parallel.over_shards import Groups, groups_that_shard, reduce_together
+from shardwright.parallel.reductions import ReducedOver, groups_that_shard, reduce_together
 
 LEAST_SQUARE = 1e-30
 
@@ -73,10 +73,10 @@ class _AdafactorParameter:
             self.part_R = _part_of_rows(row, local_box(parameter)[1][-2], local.shape[-2], local.device)
 
     @property
-    def over_all(self) -> Groups:
+    def over_all(self) -> ReducedOver:
         return (*self.over_rows, *self.over_columns)
 
-    def squares(self, state: dict[str, Tensor]) -> Iterable[tuple[Tensor, Groups]]:
+    def squares(self, state: dict[str, Tensor]) -> Iterable[tuple[Tensor, ReducedOver]]:
         """Start the step; yield the sums of g^2 and w^2 to all-reduce."""
         weights = local_part(self.parameter)
         gradient = weights.new_zeros(weights.shape) if self.parameter.grad is None else local_part(self.parameter.grad)
@@ -91,7 +91,7 @@ class _AdafactorParameter:
             yield self.of_rows_ER, self.over_columns
             yield self.of_columns_EPC, self.over_rows
 
-    def moments(self) -> Iterable[tuple[Tensor, Groups]]:
+    def moments(self) -> Iterable[tuple[Tensor, ReducedOver]]:
         """Update the second moment with the gradient; yield the sums of r to all-reduce."""
         # 1 - beta, in the type of the parameter
         fresh = self.state["step"].to(self.w_ERC.dtype) ** -self.group["decay_power"]
@@ -104,7 +104,7 @@ class _AdafactorParameter:
         self.r_mean_EP = self._by_part(self.state["row"].view(self.shape_ERC[:2])) / self.n_rows_P
         yield self.r_mean_EP, self.over_rows
 
-    def direction(self) -> Iterable[tuple[Tensor, Groups]]:
+    def direction(self) -> Iterable[tuple[Tensor, ReducedOver]]:
         """Replace the gradient by u in place; yield the sums of u^2 to all-reduce."""
         if self.is_matrix:
             c_EPC = self.state["column"].view(self.shape_ERC[0], len(self.n_rows_P), self.shape_ERC[2])

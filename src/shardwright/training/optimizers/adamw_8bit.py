@@ -33,7 +33,7 @@ from torch.optim.adamw import adamw
 from shardwright.optimizers import OPTIMIZERS, scale_of
 from shardwright.parallel.boxes import shard_of
 from shardwright.parallel.norm import local_part
-from shardwright.parallel.over_shards import groups_that_shard, reduce_together
+from shardwright.parallel.reductions import groups_that_shard, reduce_together
 from shardwright.system.units import in_groups
 from shardwright.training.on_shards import BUCKET_BYTES
 

@@ -165,7 +165,7 @@ def in_words(by_rank: Mapping[int, CopyDifference]) -> DifferingCopies:
         text += f"{len(parties[-1])} others, {ranks_in_words(parties[-1])}"
         return DifferingCopies(text, odd[0] if len(odd) == 1 else None)
     sides = " and ".join(ranks_in_words(ranks) for ranks in parties)
-    return DifferingCopies(f"{text}{sides} hold other bits, and so few copies do not tell which are right")
+    return DifferingCopies(f"{text}{sides} hold other bits, and the copies are too few to know which are right")
 
 
 class CompareCopies(Hook):
@@ -197,5 +197,5 @@ class CompareCopies(Hook):
             raise CopiesError(
                 f"after step {step} {differing.text}; the check before, after step {self._equal_at}, found no "
                 f"difference: checkpoints up to that step hold equal copies"
-            ).of_rank(differing.rank)
+            ).with_rank(differing.rank)
         self._equal_at = step

@@ -69,12 +69,12 @@ class FiniteCheck:
 
     @property
     def exhausted(self) -> bool:
-        """Whether fp16 overflows even at the smallest loss scale."""
+        """Return whether fp16 overflows even at the smallest loss scale."""
         return self._overflows >= OVERFLOWS_AT_LEAST_SCALE
 
     @property
     def due(self) -> bool:
-        """Whether the numbers should be read now."""
+        """Return whether the numbers should be read now."""
         return self.exhausted or len(self._unread) >= MOST_UNREAD
 
     def first(self) -> NotFinite | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwright.config import RunConfig
-from shardwright.config.shrink import shrunk
+from shardwright.config.settle import shrunk
 from shardwright.runs.folder import step_of
 from shardwright.runs.records import EventRecord
 from shardwright.system.errors import CopiesError, FullError, WorkerError
@@ -58,7 +58,7 @@ class Restarts:
                 raise error
             used = "the one restart of {} is" if self.allowed == 1 else f"all {self.allowed} restarts of {{}} are"
             subject = used.format(f"--max-restarts {self.allowed}")
-            raise type(error)(f"{error}\n{subject} used up").of_rank(error.rank)
+            raise type(error)(f"{error}\n{subject} used up").with_rank(error.rank)
         self.used += 1
         remark = self._use_places(error)
         first_line = str(error).partition("\n")[0]
@@ -85,7 +85,7 @@ class Restarts:
         config = self.attempt.config
         section = config.checkpoint.model_copy(update={"resume": resume})
         self.attempt = Attempt(config.model_copy(update={"checkpoint": section}), self.attempt.places)
-        begin = newest.name if newest is not None else "where the run began, as nothing was saved yet"
+        begin = newest.name if newest is not None else "the start, as nothing was saved yet"
         n = len(self.attempt.places)
         text = f"{what}, from {begin}, on {counted(n, 'rank')}{why}"
         return EventRecord("restart", 0 if newest is None else step_of(newest), text, rank)
@@ -105,7 +105,7 @@ class Restarts:
                 f"{error}\nthese were {FAULTS_IN_A_ROW} faults in a row at place {place}, and without it no layout of "
                 f"faults.min_ranks={self.config.faults.min_ranks} to {len(left)} ranks, with fewer along dp alone, "
                 f"trains {self.config.batch.schedule.global_batches}"
-            ).of_rank(error.rank)
+            ).with_rank(error.rank)
         self._usable, self._faulty, self._shrunk_at_s = left, [], time.monotonic()
         self.attempt = Attempt(config, left[: config.layout.layout().world_size])
         return f" (without place {place}, where {FAULTS_IN_A_ROW} faults in a row happened)"

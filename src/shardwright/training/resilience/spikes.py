@@ -65,7 +65,7 @@ class Spike:
 
     @property
     def finite(self) -> bool:
-        """Whether loss and norm are finite."""
+        """Return whether loss and norm are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.norm)
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class Recheck:
 
     @property
     def same(self) -> bool:
-        """Whether both tries have the same non-finite numbers, on the same ranks, starting at the same parameter.
+        """Return whether both tries have the same non-finite numbers, on the same ranks, from the same parameter on.
         Finite numbers are not compared, because GPU kernels may add in a different order each time."""
         return self.second is not None and _not_finite(self.first) == _not_finite(self.second)
 
@@ -97,8 +97,8 @@ class Recheck:
         result = self.second or f"loss {self.loss:.6g}, gradient norm {self.norm:.6g}"
         text = f"run again with the same samples and weights it gave another result ({result}): a faulty device"
         if len(self.suspects) == 1:
-            return f"{text}, that of {ranks_in_words(self.suspects)}"
-        return f"{text}, one of those of {ranks_in_words(self.suspects)}" if self.suspects else text
+            return f"{text}, on {ranks_in_words(self.suspects)}"
+        return f"{text}, on one of {ranks_in_words(self.suspects)}" if self.suspects else text
 
 
 def _not_finite(spike: Spike) -> tuple[str, ...]:
@@ -158,7 +158,7 @@ class SpikeGuard:
 
     @property
     def doubts(self) -> bool:
-        """Whether the step that was just refused should be run again before any policy applies."""
+        """Return whether the step that was just refused should be run again before any policy applies."""
         return self._first is not None
 
     def pass_over(self) -> None:
@@ -242,7 +242,7 @@ def in_words(by_rank: Sequence[tuple[bool, int]], names: Sequence[str]) -> str:
     if first >= 0:
         holding = [rank for rank, (_, i) in enumerate(by_rank) if i == first]
         parts.append(
-            f"the first gradient that is not finite, in the order of the backward pass, is that of {names[first]} on "
+            f"the first gradient that is not finite, in the order of the backward pass, belongs to {names[first]} on "
             f"{ranks_in_words(holding)}"
         )
     return "; ".join(parts)

@@ -150,7 +150,7 @@ class Stragglers:
 
     def _compared_with_peers(self, rank: int) -> str:
         if self.alone[rank]:
-            return "as long as it used to, beside all other ranks"
+            return "as long as it used to, compared with all other ranks"
         (group,) = (group for group in self.groups if rank in group)
         others = [int(other) for other in group if other != rank]
         return f"as long as {'the median of ' if len(others) > 1 else ''}{ranks_in_words(others)}, with the same work"

@@ -42,8 +42,8 @@ class JsonLines(MetricsWriter):
     def write(self, record: Record) -> None:
         if not os.fstat(self._file.fileno()).st_nlink:
             raise ShardwrightError(
-                f"{self.path} was deleted while the run goes on, perhaps with its folder; the run ends, since nobody "
-                f"could read what it would write there"
+                f"{self.path} was deleted during the run, perhaps with its folder; the run ends, since "
+                f"its next records would be lost"
             )
         self._unwritten += without_secrets(json.dumps(record)).encode() + b"\n"
         try:

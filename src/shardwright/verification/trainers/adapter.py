@@ -280,6 +280,6 @@ def environment_error(name: str, error: BaseException) -> InputError | None:
     if isinstance(error, RuntimeError | AssertionError | NotImplementedError) and _NEEDS_CUDA.search(reason):
         return InputError(
             f"{where}: the trainer needs an accelerator ({reason}); verify runs on CPUs with gloo: take world.device "
-            f"and world.group in place of CUDA and NCCL"
+            f"and world.group instead of CUDA and NCCL"
         )
     return None

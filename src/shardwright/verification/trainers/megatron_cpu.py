@@ -126,7 +126,8 @@ def run_without_cuda() -> None:
     set_states = DistributedOptimizer._set_main_param_and_optimizer_states
 
     def set_with_counter(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
-        """The library expects AdamW's counter among the tensors of a parameter, and stores it with the groups."""
+        """Add AdamW's counter, which the library expects among the tensors of a parameter but stores with the
+        groups."""
         group, place = self.model_param_group_index_map[parameter]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
         set_states(self, parameter, {**tensors, "step": state["step"]})
@@ -135,7 +136,7 @@ def run_without_cuda() -> None:
     move = moe_utils.maybe_move_tensor_to_cpu
 
     def as_on_cuda(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        """The library leaves a tensor of a CPU as it is, also where it needs the numbers of an all-to-all."""
+        """Return the numbers of an all-to-all also for a tensor of a CPU, which the library leaves as it is."""
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else move(tensor, as_numpy, record_stream)
 
     token_dispatcher.maybe_move_tensor_to_cpu = as_on_cuda
