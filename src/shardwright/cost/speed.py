@@ -209,9 +209,10 @@ On A100 `flash_share` is the rate of FlashAttention-1. cuDNN on H100 was measure
 (benchmarks/results/gpu-2026-11-27.md); FlashAttention-3 is as fast there from 4,096 tokens on (arXiv 2407.08608,
 figures 5 and 6). "flash-attn" is FlashAttention-2 of the package flash-attn at its published rates (arXiv 2307.08691,
 figures 4 and 7). FlashAttention-4 takes 1.05 to 1.3 times less than cuDNN 9.13 (arXiv 2603.05451). "cudnn-fp8" has one
-scale a tensor, "cudnn-mxfp8" one for 32 elements. Their rates relative to bf16 are medians of NVIDIA's own measurements with cuDNN 9.17 to 9.22, forward and backward with a causal
-mask, at 4,096 and 8,192 tokens (cudnn-frontend, benchmark/sdpa_benchmark_training): 1.13 and 1.00 on GB200 and GB300
-with heads of 128, 1.67 and 1.34 with latent attention's heads of 192 and 128, and 0.90 and none on H200.
+scale a tensor, "cudnn-mxfp8" one for 32 elements. Their rates relative to bf16 are medians of NVIDIA's own measurements
+with cuDNN 9.17 to 9.22, forward and backward with a causal mask, at 4,096 and 8,192 tokens (cudnn-frontend,
+benchmark/sdpa_benchmark_training): 1.13 and 1.00 on GB200 and GB300 with heads of 128, 1.67 and 1.34 with latent
+attention's heads of 192 and 128, and 0.90 and none on H200.
 """
 AMPERE = {"a100-80gb": ATTENTION["fa2"]["a100-80gb"]}
 """Rates of today's PyTorch on A100: FlashAttention-2."""
