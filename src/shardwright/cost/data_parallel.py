@@ -299,8 +299,8 @@ class _DataParallelTraffic:
         )
 
     def _pieces(self, whats: tuple[str, ...]) -> Floats:
-        """Return the number of pieces in which collectives are sent, of which one has no pass to overlap with: layers,
-        or messages if they are fewer, (n, 1)."""
+        """Return the number of pieces in which collectives are sent: layers, or messages if they are fewer, (n, 1). One
+        piece has no pass to overlap with."""
         layers = np.full((len(self.candidates), 1), max(self.job.model.n_layers / self.candidates.pp, 1))
         if not self.job.stack.speed.bucket_elements:
             return layers
@@ -396,7 +396,7 @@ def stage_collectives(job: Job, candidates: Candidates, zero: int) -> list[tuple
         repeated = (GATHERED_AGAIN,) if job.stack.accumulates_whole else (GATHERED_AGAIN, SCATTERED)
         last = (GATHERED_AGAIN, SCATTERED, ACROSS)
         return [("m", (GATHERED,), F), ("(m - 1)", repeated, I_AND_W), ("1", last, I_AND_W)]
-    sums = (SUMMED,) if zero == 1 and job.stack.sums_whole else (SCATTERED, ACROSS)
+    sums: tuple[str, ...] = (SUMMED,) if zero == 1 and job.stack.sums_whole else (SCATTERED, ACROSS)
     once = [("1", sums, AFTER if after else I_AND_W), ("1", (GATHERED,), F)]
     if zero == 3 and each_pass:
         return [*once, ("m", (GATHERED_AGAIN,), I_AND_W)]

@@ -184,7 +184,7 @@ def _multiply(passes: Passes, job: Job, candidates: Candidates, matmuls: Iterabl
     forward, backward = those, [matmul.for_input for matmul in those]
     if job.stack.speed.hides_tp:
         forward = [matmul.while_gathered(matmul.input_shards) for matmul in those]
-        backward = [one.while_gathered(of.output_shards) for one, of in zip(backward, those, strict=True)]
+        backward = [one.while_gathered(matmul.output_shards) for one, matmul in zip(backward, those, strict=True)]
     in_each_pass = (forward, backward, [matmul.for_weight for matmul in trained])
     seconds = (
         ledger.total(f"{MATMULS}, {name}", {matmul.name: matmul.seconds(job) for matmul in inside})

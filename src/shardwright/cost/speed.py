@@ -84,7 +84,7 @@ class Speed:
     `by_die`: numbers that replace this stack's numbers on a die.
 
     `copies_parameters`: after a gather each parameter is copied out of the message, and before a reduction each
-    gradient is cast into it, by kernels that run beside no other (FSDP2; FSDP1's parameters are views of the message).
+    gradient is cast into it, by kernels that run alone (FSDP2; FSDP1's parameters are views of the message).
 
     `bucket_elements`: parameters whose gradients are reduced, or which are gathered, in one message; 0: one block, as
     FSDP does; infinite: all of a rank. Megatron-Core has at least a million for each rank, unless its `bucket_size` is

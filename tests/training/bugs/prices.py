@@ -60,7 +60,7 @@ SCALE: dict[str, AnyBug] = {
         given=(8, True, True),
     ),
     "the plan runs matmuls beside the gather of their result's gradient over tp in one piece": UnitBug(
-        Mutation(f"{_COST}.layer:_multiply", "one.while_gathered(of.output_shards)", "one"),
+        Mutation(f"{_COST}.layer:_multiply", "one.while_gathered(matmul.output_shards)", "one"),
         _STEP + "test_matmuls_that_overlap_with_gathers_of_more_shards_than_streams_run_in_pieces",
         given=(8, True, True),
     ),
