@@ -225,6 +225,18 @@ def test_fsdp_in_a_pipeline_reduces_the_gradients_of_each_chunk_after_its_last_p
     assert later[0] / (1 - 1 / 8) == pytest.approx(2 / 3 * shown, rel=0.05)
 
 
+def test_messages_on_a_slow_network_slow_a_pass_as_long_as_on_the_usual_network():
+    """Passes are so long that they hide all messages."""
+    of, fsdp = candidates(dp_replicate=8, dp_shard=8, zero=3), STACKS["fsdp"]
+    stacks = [replace(fsdp, speed=replace(fsdp.speed, interference=share)) for share in (0.0, 0.5)]
+    slowed = []
+    for network in ("", "@800Gb", "@6400Gb"):
+        alone, beside = (_data_parallel_s(job(on="h100:64" + network, stack=each), of, 1, 1000.0) for each in stacks)
+        slowed.append(beside - alone)
+    assert slowed[1] == pytest.approx(slowed[0])
+    assert slowed[2] < slowed[0]
+
+
 def test_zero_3_that_frees_layers_after_each_forward_pass_of_a_pipeline_gathers_them_for_each_backward_pass():
     stack = replace(STACKS["fsdp"], speed=replace(STACKS["fsdp"].speed, hides_dp=False))
     once, again = (

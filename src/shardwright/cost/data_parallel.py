@@ -279,10 +279,9 @@ class _DataParallelTraffic:
             return ExposedCollective(name, message_s, lambda f: f[name], inputs, longer=False)
         work, of_a_piece = self.passes[beside], message_s / pieces
         windows, chunks = (self.windows[beside], self.chunks) if once else (1.0, 1)
-        left = hidden(
-            message_s, work, speed.interference, of_a_piece, what=name, beside=beside, windows=windows, chunks=chunks
-        )
-        inputs |= {beside: work, "pieces": pieces, "interference": speed.interference}
+        slows = self._interference(whats)
+        left = hidden(message_s, work, slows, of_a_piece, what=name, beside=beside, windows=windows, chunks=chunks)
+        inputs |= {beside: work, "pieces": pieces, "interference": slows}
         window = "windows_of_F" if beside == F else "windows_of_I_and_W"
         inputs |= {window: windows} if chunks > 1 else {}
 
@@ -297,6 +296,18 @@ class _DataParallelTraffic:
             inputs,
             longer=self.candidates.pp > 1 and bool(np.any(message_s - work > of_a_piece)),
         )
+
+    def _interference(self, whats: tuple[str, ...]) -> Floats | float:
+        """Return the slowdown of a pass as a share of the time of its messages. NCCL opens as many channels, each on a
+        multiprocessor, as the slowest link feeds (NVIDIA/nccl, src/graph/search.cc). So messages on a slower network
+        than the accelerator's usual one slow a pass only for the time that they would take on the usual one."""
+        share, here = self.job.stack.speed.interference, self.job.cluster
+        if (usual := here.on_usual_network()) is here:
+            return share
+        messages = [message for what in whats for message in self._messages(what)]
+        with ledger.unrecorded():
+            times = [sum((each.seconds(on) for each in messages), np.zeros(1)) for on in (usual, here)]
+        return share * (times[0] / np.maximum(times[1], 1e-12))[:, None]
 
     def _pieces(self, whats: tuple[str, ...]) -> Floats:
         """Return the number of pieces in which collectives are sent: layers, or messages if they are fewer, (n, 1). One

@@ -123,6 +123,7 @@ class Cluster:
     across: NetworkLink
     node_bytes_per_s: float
     host_memory_part: float = 0.0
+    usual_bytes_per_s: float = 0.0
     calibrated: Mapping[str, LogCalibrationTable] = field(default_factory=dict, hash=False)
 
     @property
@@ -148,6 +149,11 @@ class Cluster:
         """Return the same nodes on a network of another line rate; collectives reach the same fraction of it."""
         reached = self.across.bytes_per_s * node_bytes_per_s / self.node_bytes_per_s
         return replace(self, across=replace(self.across, bytes_per_s=reached), node_bytes_per_s=node_bytes_per_s)
+
+    def on_usual_network(self) -> "Cluster":
+        """Return the same nodes on a network that has at least the line rate of the accelerator's usual one."""
+        usual = self.usual_bytes_per_s * self.node_size
+        return self if self.node_bytes_per_s >= usual else self.with_network(usual)
 
     def on(self, network: str, extra: str | Path | None = None) -> "Cluster":
         """Return the same nodes and line rate on another kind of network. Raises InputError if no file has it."""
@@ -229,6 +235,7 @@ def cluster(text: str, extra: str | Path | None = None) -> Cluster:
         across=_across(table.network, known.networks[table.network], gbit_per_s),
         node_bytes_per_s=gbit_per_s * node_size * 1e9 / 8,
         host_memory_part=(table.host_memory_gib or 0) * GiB / table.node_size,
+        usual_bytes_per_s=usual.gbit_per_s * 1e9 / 8,
         calibrated=(table.calibrated if isinstance(table, ClusterTable) else None) or {},
     )
 

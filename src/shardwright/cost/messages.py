@@ -214,7 +214,7 @@ def over_tp(
 def hidden(
     message_s: Floats,
     beside_s: Floats,
-    interference: float,
+    interference: Floats | float,
     least_s: Floats | float = 0.0,
     *,
     what: str,

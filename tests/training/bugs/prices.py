@@ -64,6 +64,12 @@ SCALE: dict[str, AnyBug] = {
         _STEP + "test_matmuls_that_overlap_with_gathers_of_more_shards_than_streams_run_in_pieces",
         given=(8, True, True),
     ),
+    "messages on a slow network slow computation all the time that they take": UnitBug(
+        Mutation(
+            f"{_COST}.data_parallel:_DataParallelTraffic.exposed", "self._interference(whats)", "speed.interference"
+        ),
+        _STEP + "test_messages_on_a_slow_network_slow_a_pass_as_long_as_on_the_usual_network",
+    ),
     "training logs do not change attention kernels with a published rate": UnitBug(
         Mutation(
             f"{_COST}.attention:_fused",
