@@ -177,6 +177,9 @@ def test_flash_attention_2_on_a100_has_the_published_gain_with_every_stack_of_to
     first, second = PUBLISHED["a100-80gb", "FlashAttention"], PUBLISHED["a100-80gb", "FlashAttention-2"]
     gains = [second[c][i] / first[c][i] for c in (64, 128) for i in range(TOKENS.index(2048), len(first[c]))]
     assert STACKS[stack].speed.on("a100-80gb").flash_gain == pytest.approx(np.mean(gains), abs=0.01)
+    for name in ("megatron", "deepspeed"):
+        newest = read_stack(f"{name},flash=1", job(on="a100-80:8")).speed.on("a100-80gb")
+        assert newest.flash_gain == STACKS[stack].speed.on("a100-80gb").flash_gain
     described = (read_stack(f"fsdp,date={date}", job(on="a100-80:8")) for date in ("2023", "2024-03"))
     assert [one.speed.on("a100-80gb").flash_gain for one in described] == [
         1.0,

@@ -132,7 +132,7 @@ def test_each_part_of_a_backward_pass_takes_at_least_its_launches(schedule: str)
 
 
 def test_full_recomputation_costs_between_a_fifth_and_a_half():
-    plain, again = (seconds(candidates(dp_shard=64, zero=3, recompute=recompute)) for recompute in (0, 2))
+    plain, again = (seconds(candidates(dp_shard=64, zero=1, recompute=recompute)) for recompute in (0, 2))
     assert 1.2 < again / plain < 1.5
 
 
@@ -211,7 +211,7 @@ def _data_parallel_s(the_job: Job, of: Candidates, chunks: int, pass_s: float) -
 def test_fsdp_in_a_pipeline_reduces_the_gradients_of_each_chunk_after_its_last_pass():
     """Passes are so long that they hide all but one of the 8 layers of a stage, and nothing slows them down."""
     stack = STACKS["fsdp"]
-    stack = replace(stack, speed=replace(stack.speed, interference=0.0))
+    stack = replace(stack, speed=replace(stack.speed, interference=0.0, copies_parameters=False))
     of, later = candidates(pp=4, dp_shard=16, zero=2), []
     for chunks in (1, 4):
         beside, after = (
@@ -266,6 +266,14 @@ def test_matmuls_that_overlap_with_gathers_of_more_shards_than_streams_run_in_pi
         layer(job(model=spec, stack=replace(stack, speed=replace(stack.speed, hides_tp=hides))), of, *blocks(spec))
         for hides in (False, True)
     )
+    mixture, alone = resolve("mixtral-8x7b"), candidates(tp=tp, ep=8, dp_shard=64 // tp, zero=1)
+    grouped = replace(stack, speed=replace(stack.speed, groups_matmuls=True))
+    if tp == 2:  # no gather has more shards than streams: experts stay one kernel
+        experts = [
+            layer(job(model=mixture, stack=replace(grouped, speed=replace(grouped.speed, hides_tp=hides))), alone,
+                  *blocks(mixture)).forward[MATMULS][0] for hides in (False, True)
+        ]  # fmt: skip
+        assert experts[0] == experts[1]
     for name in "FIW":
         before, after = (float(one.parts[name][MATMULS][0]) for one in (whole, pieces))
         assert (after > 1.02 * before) if longer and name != "W" else (after == pytest.approx(before)), name

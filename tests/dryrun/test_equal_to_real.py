@@ -78,8 +78,8 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
 QUICK = ("ring",)
 RUNS = 6
 """gloo lets go of the buffer of a message when its thread comes to that, which on loaded cores may be later: bytes that
-are alive for longer, of one message in what is held to be the same, and of several now and then. Lateness only adds bytes,
-so the least of several runs is compared, for each rank and kind."""
+are alive for longer, of one message in what is held to be the same, and of several now and then. Lateness only adds
+bytes, so the least of several runs is compared, for each rank and kind."""
 OF_MESSAGES = ("communication", "activations", "temporaries")
 """The kinds of buffers of messages: a chunked loss reduces a gradient in the forward pass, which is kept."""
 

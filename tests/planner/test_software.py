@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from shardwright.cost.data_parallel import groups, rank_parameters
+from shardwright.cost.data_parallel import groups
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.machine import derivatives
 from shardwright.cost.passes import reached_bytes_per_s
+from shardwright.cost.rank_parameters import rank_parameters
 from shardwright.cost.step import step_time
 from shardwright.layout.layout import Layout
 from shardwright.model.presets import resolve
@@ -118,19 +119,41 @@ def test_a_message_has_the_stated_parameters_and_at_least_a_tensor(parameters: i
 
 
 def test_one_message_of_a_step_has_no_pass_to_overlap_with():
-    """The weights and gradients of a step in one message each are exposed as a whole."""
+    """The weights and gradients of a step in one message each are exposed as a whole, and slow no pass down."""
     of = job()
     candidates = Candidates.from_layout(Layout(dp_shard=8, zero=1), micro_batch=1)
-    exposed = {}
-    for parameters in (10**12, 768_000_000):
+    for parameters, messages in ((10**12, 1), (768_000_000, 11)):
         stack = read_stack(f"megatron-core,bucket_parameters={parameters}", of)
-        still = replace(stack, speed=replace(stack.speed, interference=0.0))
         alone = replace(stack, speed=replace(stack.speed, hides_dp=False))
-        exposed[parameters], all_s = (
-            float(step_time(replace(of, stack=one), candidates).parts["data parallel"][0]) for one in (still, alone)
+        exposed, all_s = (
+            float(step_time(replace(of, stack=one), candidates).parts["data parallel"][0]) for one in (stack, alone)
         )
-        messages = 1 if parameters == 10**12 else 11
-        assert exposed[parameters] == pytest.approx(all_s / messages)
+        slowed = stack.speed.interference * (1 - 1 / messages)
+        assert exposed == pytest.approx(all_s * (1 / messages + slowed))
+
+
+def test_messages_over_shards_and_over_replicas_are_one_piece_each_of_one_bucket():
+    """Of one bucket the reduce-scatter and the all-reduce are one message each: neither has a pass to overlap with."""
+    of = job()
+    candidates = Candidates.from_layout(Layout(dp_replicate=2, dp_shard=4, zero=1), micro_batch=1)
+    exposed, alone = (
+        float(step_time(replace(of, stack=read_stack(text, of)), candidates).parts["data parallel"][0])
+        for text in (
+            f"megatron-core,bucket_parameters={10**12}",
+            f"megatron-core,bucket_parameters={10**12},overlap_dp=0",
+        )
+    )
+    assert exposed == pytest.approx(alone)
+
+
+def test_stated_overlap_of_megatron_lm_takes_less_time_than_none():
+    of = job()
+    candidates = Candidates.from_layout(Layout(dp_shard=8, zero=1), micro_batch=1)
+    beside, alone = (
+        float(step_time(replace(of, stack=read_stack(f"megatron,overlap_dp={flag}", of)), candidates).total_s[0])
+        for flag in (1, 0)
+    )
+    assert beside < alone
 
 
 @pytest.mark.parametrize(

@@ -279,15 +279,16 @@ class _DataParallelTraffic:
             return ExposedCollective(name, message_s, lambda f: f[name], inputs, longer=False)
         work, of_a_piece = self.passes[beside], message_s / pieces
         windows, chunks = (self.windows[beside], self.chunks) if once else (1.0, 1)
-        slows = self._interference(whats)
+        slows = self._interference(name, whats)
         left = hidden(message_s, work, slows, of_a_piece, what=name, beside=beside, windows=windows, chunks=chunks)
-        inputs |= {beside: work, "pieces": pieces, "interference": slows}
+        inputs |= {beside: work, f"pieces of {name}": pieces, f"interference of {name}": slows}
         window = "windows_of_F" if beside == F else "windows_of_I_and_W"
         inputs |= {window: windows} if chunks > 1 else {}
 
         def anyway(f: Formulas) -> Floats:
             whole = f[window] * f[beside] if chunks > 1 else f[beside]
-            return f[name] / f.pieces + f.interference * np.minimum(f[name], whole)
+            piece = f[name] / f[f"pieces of {name}"]
+            return piece + f[f"interference of {name}"] * np.minimum(f[name] - piece, whole)
 
         return ExposedCollective(
             name + HIDDEN,
@@ -297,7 +298,7 @@ class _DataParallelTraffic:
             longer=self.candidates.pp > 1 and bool(np.any(message_s - work > of_a_piece)),
         )
 
-    def _interference(self, whats: tuple[str, ...]) -> Floats | float:
+    def _interference(self, name: str, whats: tuple[str, ...]) -> Floats | float:
         """Return the slowdown of a pass as a share of the time of its messages. NCCL opens as many channels, each on a
         multiprocessor, as the slowest link feeds (NVIDIA/nccl, src/graph/search.cc). So messages on a slower network
         than the accelerator's usual one slow a pass only for the time that they would take on the usual one."""
@@ -306,8 +307,9 @@ class _DataParallelTraffic:
             return share
         messages = [message for what in whats for message in self._messages(what)]
         with ledger.unrecorded():
-            times = [sum((each.seconds(on) for each in messages), np.zeros(1)) for on in (usual, here)]
-        return share * (times[0] / np.maximum(times[1], 1e-12))[:, None]
+            usual_s, here_s = (sum((each.seconds(on) for each in messages), np.zeros(1)) for on in (usual, here))
+        f = Formulas("", interference=share, usual_s=usual_s, here_s=np.maximum(here_s, 1e-12))
+        return f(f"interference of {name}", f.interference * f.usual_s / f.here_s)[:, None]
 
     def _pieces(self, whats: tuple[str, ...]) -> Floats:
         """Return the number of pieces in which collectives are sent: layers, or messages if they are fewer, (n, 1). One
@@ -315,7 +317,7 @@ class _DataParallelTraffic:
         layers = np.full((len(self.candidates), 1), max(self.job.model.n_layers / self.candidates.pp, 1))
         if not self.job.stack.speed.bucket_elements:
             return layers
-        calls = sum((_calls_sent(self._messages(what)) for what in whats), np.zeros(1))
+        calls = np.max([_calls_sent(self._messages(what)) + np.zeros(len(layers)) for what in whats], axis=0)
         return np.minimum(layers, np.maximum(calls, 1)[:, None])
 
     def _messages(self, what: str) -> list[PricedMessage]:
@@ -328,10 +330,10 @@ class _DataParallelTraffic:
         reduction is read in the type of the gradients and written in its own (`Speed.copies_parameters`)."""
         if not self.job.stack.speed.copies_parameters or zero == 0:
             return
-        e, reduced = self.job.element_bytes, self.job.stack.speed.reduce_bytes
+        e, gathered, reduced = self.job.element_bytes, _gathered_bytes(self.job), self.job.stack.speed.reduce_bytes
         for times, whats, _ in stage_collectives(self.job, self.candidates, zero):
             for what in whats:
-                n_bytes = {GATHERED: 2 * e, GATHERED_AGAIN: 2 * e, SCATTERED: e + reduced}.get(what, 0.0)
+                n_bytes = {GATHERED: 2 * gathered, GATHERED_AGAIN: 2 * gathered, SCATTERED: e + reduced}.get(what, 0.0)
                 elements = sum(
                     np.where(group.shards > 1, _elements(what, group), 0) for group in self.groups
                 ) + np.zeros(len(self.candidates))

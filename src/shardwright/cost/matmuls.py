@@ -65,8 +65,10 @@ class Matmul:
 
     def while_gathered(self, shards: Ints | int) -> "Matmul":
         """Return the matmul as the kernels that run while its rows are gathered from token shards. The rows of a shard
-        are a piece, and `PIECES_AT_ONCE` pieces together have one last wave."""
+        are a piece, and `PIECES_AT_ONCE` pieces together have one last wave. Rows of experts are not gathered."""
         kernels = np.ceil(np.asarray(shards) / PIECES_AT_ONCE)
+        if np.any(np.asarray(self.batch) != 1) or np.all(kernels <= 1):
+            return self
         return replace(self, m=self.m / kernels, batch=self.batch * kernels, apart=True)
 
     def seconds(self, job: Job) -> Floats:

@@ -234,8 +234,8 @@ def hidden(
     if chunks > 1:
         f.add(windows=windows, chunks=chunks)
         least, work = np.maximum(least, (message - work) / f.chunks), f.windows * work
-    exposed = np.maximum(message - work, least) + f.interference * np.minimum(message, work)
-    return f(f"{what}{HIDDEN}", exposed)
+    exposed = np.maximum(message - work, least)
+    return f(f"{what}{HIDDEN}", exposed + f.interference * (message - exposed))
 
 
 def context(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, block: BlockShape) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from shardwright.cost import memory
@@ -9,7 +10,7 @@ from shardwright.cost.formats import FORMATS
 from shardwright.cost.hardware import accelerator
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.recompute import FOREIGN_PARTS
-from shardwright.cost.speed import ATTENTION
+from shardwright.cost.speed import ATTENTION, MEGATRON_CORE
 from shardwright.cost.stack import STACKS, Stack
 from shardwright.layout.layout import Layout
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
@@ -152,6 +153,8 @@ def software_problems(row: MeasuredRun, die: str) -> Iterator[str]:
         yield f"zero_pp_gather has no price with stack {row.stack}; priced with {', '.join(PYTORCH)}"
     if row.fused_norms is not None and row.stack != "fsdp":
         yield f"fused_norms has no price with stack {row.stack}; priced with fsdp"
+    if row.bucket_parameters is not None and row.stack != "megatron-core":
+        yield f"bucket_parameters has no price with stack {row.stack}; priced with megatron-core"
     if row.fused_loss and STACK.get(row.stack, row.stack) not in FUSED_LOSS:
         yield f"fused_loss=1 has no price with stack {row.stack}; priced with {', '.join(FUSED_LOSS)}"
 
@@ -246,7 +249,7 @@ def stack_of(row: MeasuredRun, die: str) -> Stack:
     if row.grad_dtype == "fp32" and row.stack in ("megatron", "deepspeed"):
         # The gradient of each micro-batch is written in 16 bits, read, and added to a sum in fp32. DeepSpeed's
         # BF16_Optimizer writes and reads a copy in fp32 before it adds (update_hp_grads), and all-reduces the sums.
-        deepspeed = row.stack == "deepspeed"
+        deepspeed = row.stack == "deepspeed" and row.precision == "bf16"
         speed = replace(speed, sum_bytes=20.0 if deepspeed else 12.0)
         stack = replace(stack, sums_whole=deepspeed)
     if row.optimizer_dtype is not None:
@@ -260,10 +263,13 @@ def stack_of(row: MeasuredRun, die: str) -> Stack:
     if row.bucket_parameters is not None:
         speed = replace(speed, bucket_elements=float(row.bucket_parameters), bucket_stated=True)
     if row.overlap_dp is not None:
+        # One message of all parameters has no pass to overlap with: Megatron-LM's option came with buckets.
+        buckets = MEGATRON_CORE.bucket_elements if row.overlap_dp and speed.bucket_elements == inf else None
         speed = replace(speed, hides_dp=row.overlap_dp, hides_sums=row.overlap_dp)
+        speed = speed if buckets is None else replace(speed, bucket_elements=buckets)
     if row.overlap_dp or _month(row.date) < FSDP_PIPELINES_SINCE:
         stack = replace(stack, reduces_after_pipelines=False)
-    if row.date < FSDP_2_SINCE:
+    if _month(row.date) < FSDP_2_SINCE:
         speed = replace(speed, copies_parameters=False)
     if row.date < EARLY_STOP_SINCE:
         stack = replace(stack, stops_early=False)
@@ -313,8 +319,8 @@ def _attention(row: MeasuredRun, die: str) -> str:
         return "cudnn-mxfp8"
     if row.stack == "megatron-core" and die == "h100" and row.date and _month(row.date) < CUDNN_9_SINCE:
         return "flash-attn"
-    if row.stack in ("megatron", "deepspeed") and row.flash and row.date < FLASH_2_SINCE and die == "a100-80gb":
-        return "fa1"
+    if row.stack in ("megatron", "deepspeed") and row.flash and die == "a100-80gb":
+        return "fa1" if row.date < FLASH_2_SINCE else "fa2"
     if row.stack == "fsdp-compiled" or (row.stack == "fsdp" and row.date >= "2024"):
         return "cudnn" if die in ATTENTION["fa3"] and row.date >= CUDNN_SINCE else "fa2"
     return ""
