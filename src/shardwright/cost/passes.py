@@ -73,7 +73,7 @@ def reached_bytes_per_s(job: Job) -> Floats:
     chip = job.cluster.accelerator
     f = Formulas(
         "B/s", bandwidth=chip.memory_bytes_per_s, copy_share=chip.memory_share,
-        lasting_share=job.calibration.memory_share, kernel_share=job.stack.speed.kernel_share,
+        lasting_share=job.calibration.memory_share, kernel_share=job.stack.speed.on(chip.die).kernel_share,
     )  # fmt: skip
     rate = f.bandwidth * f.copy_share * f.lasting_share * f.kernel_share
     return f("rate of element-wise kernels", rate, "cost/hardware.toml, cost/calibration.toml", at="Rates")

@@ -279,8 +279,8 @@ HOPPER = {
     **ATTENTION["cudnn"]["h100"],
 }
 """Rates of PyTorch 2.11 on an H200, which no fit to other software moves: a step of 1.7B has 229 ms of matmuls (266 ms
-at a share of 0.855), and 68 ms of attention by cuDNN, which PyTorch selects there; with element-wise kernels at 0.918 of
-their best bandwidth four runs take within 4 % of their plans (benchmarks/results/gpu-2026-11-27.md)."""
+at a share of 0.855), and 68 ms of attention by cuDNN, which PyTorch selects there; with element-wise kernels at 0.918
+of their best bandwidth four runs take within 4 % of their plans (benchmarks/results/gpu-2026-11-27.md)."""
 SHARDWRIGHT_COMPILED = Speed(
     kind="shardwright-compiled",
     copies_parameters=True,
