@@ -307,7 +307,9 @@ class _DataParallelTraffic:
             return share
         messages = [message for what in whats for message in self._messages(what)]
         with ledger.unrecorded():
-            usual_s, here_s = (sum((each.seconds(on) for each in messages), np.zeros(1)) for on in (usual, here))
+            usual_s, here_s = (
+                sum((message.seconds(cluster) for message in messages), np.zeros(1)) for cluster in (usual, here)
+            )
         f = Formulas("", interference=share, usual_s=usual_s, here_s=np.maximum(here_s, 1e-12))
         return f(f"interference of {name}", f.interference * f.usual_s / f.here_s)[:, None]
 
