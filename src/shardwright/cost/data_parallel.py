@@ -125,8 +125,10 @@ def _exposed_s(
             continue
         f = Formulas("s", m=m[:, None])
         f.add({exposed.name: exposed.seconds for _, exposed in sent})
+        copies = list(traffic.copies(int(zero)))
+        whole = "weights and gradients" if not copies else "messages of weights and gradients"
         takes_slack = any(exposed.longer for _, exposed in sent)
-        what = "messages beside passes" if takes_slack else "weights and gradients"
+        what = "messages beside passes" if takes_slack else whole
         seconds = f(what, plus(*(_in_step(f, times, f[exposed.name]) for times, exposed in sent)))
         if takes_slack:
             for _, exposed in sent:
@@ -135,11 +137,11 @@ def _exposed_s(
             ledger.note("slack", "", overlapped.slack, "s", f"{candidates.shared.pp_schedule} simulated; cost/idle.py")
             f.add(slack=overlapped.slack)
             longer = np.maximum(f.messages_beside_passes - f.slack, f.messages_that_no_slack_takes)
-            seconds = f("weights and gradients", longer)
-        if copies := list(traffic.copies(int(zero))):
+            seconds = f(whole, longer)
+        if copies:
             f.add({name: copied_s[:, None] for _, name, copied_s in copies})
             copied = plus(*(_in_step(f, times, f[name]) for times, name, _ in copies))
-            seconds = f("weights and gradients, and copies of them", f.weights_and_gradients + copied)
+            seconds = f("weights and gradients", f.messages_of_weights_and_gradients + copied)
         result = np.where((candidates.zero == zero)[:, None], seconds, result)
     return result
 
@@ -272,7 +274,7 @@ class _DataParallelTraffic:
         message_s = (
             self.sent(name) if len(whats) == 1 else ledger.total(name, {what: self.sent(what) for what in whats})
         )[:, None]
-        pieces = self._pieces(whats)
+        pieces = self._pieces(name, whats)
         inputs: ledger.Inputs = {name: message_s}
         hides = speed.hides_dp or (speed.hides_sums and whats == (SUMMED,))
         if beside == AFTER or not hides:
@@ -302,25 +304,29 @@ class _DataParallelTraffic:
         """Return the slowdown of a pass as a share of the time of its messages. NCCL opens as many channels, each on a
         multiprocessor, as the slowest link feeds (NVIDIA/nccl, src/graph/search.cc). So messages on a slower network
         than the accelerator's usual one slow a pass only for the time that they would take on the usual one."""
-        share, here = self.job.stack.speed.interference, self.job.cluster
-        if (usual := here.on_usual_network()) is here:
-            return share
+        share, own = self.job.stack.speed.interference, self.job.cluster
+        if (usual := own.on_usual_network()) is own:
+            f = Formulas("", interference=share)
+            return f(f"interference of {name}", f.interference)
         messages = [message for what in whats for message in self._messages(what)]
         with ledger.unrecorded():
-            usual_s, here_s = (
-                sum((message.seconds(cluster) for message in messages), np.zeros(1)) for cluster in (usual, here)
+            usual_s, own_s = (
+                sum((message.seconds(cluster) for message in messages), np.zeros(1)) for cluster in (usual, own)
             )
-        f = Formulas("", interference=share, usual_s=usual_s, here_s=np.maximum(here_s, 1e-12))
-        return f(f"interference of {name}", f.interference * f.usual_s / f.here_s)[:, None]
+        f = Formulas("", interference=share, usual_s=usual_s, own_s=np.maximum(own_s, 1e-12))
+        return f(f"interference of {name}", f.interference * f.usual_s / f.own_s)[:, None]
 
-    def _pieces(self, whats: tuple[str, ...]) -> Floats:
+    def _pieces(self, name: str, whats: tuple[str, ...]) -> Floats:
         """Return the number of pieces in which collectives are sent: layers, or messages if they are fewer, (n, 1). One
         piece has no pass to overlap with."""
-        layers = np.full((len(self.candidates), 1), max(self.job.model.n_layers / self.candidates.pp, 1))
+        f = Formulas(
+            "", layers=np.full((len(self.candidates), 1), max(self.job.model.n_layers / self.candidates.pp, 1))
+        )
         if not self.job.stack.speed.bucket_elements:
-            return layers
-        calls = np.max([_calls_sent(self._messages(what)) + np.zeros(len(layers)) for what in whats], axis=0)
-        return np.minimum(layers, np.maximum(calls, 1)[:, None])
+            return f(f"pieces of {name}", f.layers)
+        calls = [_calls_sent(self._messages(what)) + np.zeros(len(self.candidates)) for what in whats]
+        f.add(sent_calls=np.maximum(np.max(calls, axis=0), 1)[:, None])
+        return f(f"pieces of {name}", np.minimum(f.layers, f.sent_calls))
 
     def _messages(self, what: str) -> list[PricedMessage]:
         layout = self.candidates.shared
@@ -340,8 +346,10 @@ class _DataParallelTraffic:
                     np.where(group.shards > 1, _elements(what, group), 0) for group in self.groups
                 ) + np.zeros(len(self.candidates))
                 if n_bytes and np.any(elements):
-                    f = Formulas("s", copied=elements, copied_bytes=n_bytes, element_rate=reached_bytes_per_s(self.job))
-                    seconds = f.copied * f.copied_bytes / f.element_rate
+                    f = Formulas(
+                        "s", sent_elements=elements, copied_bytes=n_bytes, element_rate=reached_bytes_per_s(self.job)
+                    )
+                    seconds = f.sent_elements * f.copied_bytes / f.element_rate
                     yield times, f"{what}, copies", f(f"{what}, copies", seconds, "FSDP2, foreach_all_gather_copy_out")
 
     def sent(self, what: str) -> Floats:

@@ -315,7 +315,7 @@ _SYMBOLS = (
     ("V vocabulary_rows", "", "vocabulary; its rows on a rank"),
     ("n_layers layers n_experts top_k", "", "layers of the model with its MTP modules, of a rank; experts of a layer, "
      "of a token"),
-    ("pieces", "", "layers of a rank, or messages of a collective in a step if they are fewer"),
+    ("sent_elements sent_calls", "", "parameters or gradients of a collective in a step; its messages"),
     ("busiest_load", "", "load of the busiest rank of experts, as a multiple of the mean load"),
     ("moved_experts own_experts expert_layers placed_every all_states_bytes", "", "experts of a layer that a rank "
      "sends, and has; layers of the rank; steps between placements; bytes of a weight with its averages and states"),
@@ -344,13 +344,15 @@ _SYMBOLS = (
     ("in_step", "", "measured time of messages in a step, relative to the same alone"),
     ("relative", "", "measured time of this kind of message, relative to the formula of all kinds"),
     ("norm_bytes residual_bytes dropout_bytes heads_bytes rope_bytes activation_bytes permute_bytes loss_bytes "
-     "merge_bytes cast_bytes sum_bytes score_bytes score_bytes_I", "B", "moved for each element; cost/speed.py"),
+     "merge_bytes cast_bytes sum_bytes copied_bytes score_bytes score_bytes_I", "B", "moved for each element; "
+     "cost/speed.py"),
     ("elements", "", "of inputs of matmuls"),
     ("S n g k", "B", "bytes of a message's buffer, ranks of its group, of them in one node, nodes of the group"),
     ("start_s latency_in_s latency_across_s message_s", "s", "of a collective, a message in a node, across, a stage's"),
     ("half_in half_across", "B", "message size at which half of the bandwidth is reached"),
     ("bandwidth_in bandwidth_across switch", "B/s", "of an accelerator in its node, across nodes, of the switches"),
     ("interference least_s", "s", "share by which a hidden message slows work; the least that is not hidden"),
+    ("usual_s own_s", "s", "time of messages on the accelerator's usual network, and on its own"),
     ("windows windows_of_F windows_of_I_and_W chunks", "", "passes that messages of a step overlap with, where a rank "
      "has several stages (cost/pipeline.py); these stages"),
     ("launch_s kernels launch_backward again", "s",
