@@ -63,7 +63,7 @@ def test_the_document_is_consistent(told: Any):
     assert best["accelerator_hours"] == pytest.approx(best["days"] * 24 * 8)
     assert all(each["fits"] == ("step_s" in each) for each in told["alternatives"])
     taken = told["recommended"]
-    assert best["step_s"] <= taken["step_s"] <= told["simplest"]["step_s"]
+    assert best["step_s"] <= min(taken["step_s"], told["simplest"]["step_s"])
     for each in told["alternatives"]:
         if each["fits"]:
             assert each["slower"] == pytest.approx(each["step_s"] / taken["step_s"] - 1)

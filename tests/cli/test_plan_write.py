@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -17,17 +16,18 @@ from shardwright.planner.choice import read
 from tests.cli.plans import EXAMPLES, REAL, SMALL, TINY, document, plan
 
 
-def test_a_layout_is_written_as_a_run_file_that_train_takes(tmp_path: Path, told: Any):
+def test_a_layout_is_written_as_a_run_file_that_train_takes(tmp_path: Path):
     path = tmp_path / "run.toml"
-    known = ("--fix", "pp=1,cp=1,tp=1")  # of the recommended layout; fewer are searched
+    known = ("--fix", "pp=1,cp=1,tp=1")  # fewer layouts are searched
+    recommended = document(*REAL, *known)["recommended"]["text"]
     assert plan(*REAL, *known, "--write", path).exit_code == 0
     config = load(path)
-    assert config.layout.layout() == read(told["recommended"]["text"]).layout
+    assert config.layout.layout() == read(recommended).layout
     assert config.model.preset == "llama-3.1-8b"
     assert config.precision.compute == "bf16"
     again = plan(path, "--cluster", "h100:8", *known, "--json")
     assert again.exit_code == 0, again.output
-    assert json.loads(again.stdout)["recommended"]["text"] == told["recommended"]["text"]
+    assert json.loads(again.stdout)["recommended"]["text"] == recommended
 
 
 def test_a_run_file_is_planned_and_written_back_with_all_else_as_it_was(tmp_path: Path):

@@ -9,7 +9,7 @@ from tests.cost.jobs import job
 
 PIPED = "pp=2,pp_schedule=interleaved-1f1b,virtual_stages=4,dp_shard=4,zero=1,recompute=selective"
 PLAIN = "dp_shard=8,zero=2,recompute=selective"
-SLOW = "dp_shard=8,zero=2,recompute=full"
+SLOW = "dp_shard=8,zero=1,recompute=full"
 
 
 def simplest_of(*texts: str, on: str = "h100:8") -> str:

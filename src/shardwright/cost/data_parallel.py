@@ -346,9 +346,8 @@ class _DataParallelTraffic:
                     np.where(group.shards > 1, _elements(what, group), 0) for group in self.groups
                 ) + np.zeros(len(self.candidates))
                 if n_bytes and np.any(elements):
-                    f = Formulas(
-                        "s", sent_elements=elements, copied_bytes=n_bytes, element_rate=reached_bytes_per_s(self.job)
-                    )
+                    f = Formulas("s", sent_elements=elements, copied_bytes=n_bytes)
+                    f.add(element_rate=reached_bytes_per_s(self.job))
                     seconds = f.sent_elements * f.copied_bytes / f.element_rate
                     yield times, f"{what}, copies", f(f"{what}, copies", seconds, "FSDP2, foreach_all_gather_copy_out")
 

@@ -71,9 +71,9 @@ def on_machine(job: Job) -> Job:
             DATA: rates.in_step.data_parallel, TENSOR: rates.in_step.tensor_parallel,
             CONTEXT: rates.in_step.context_parallel,
         }  # fmt: skip
-        speed = replace(
-            speed, in_step=messages, adds_launches=True, hides_dp=False, hides_tp_backward=False, message_s=0.0
-        )
+        # The measured factor of data-parallel messages contains the copies of parameters and gradients.
+        speed = replace(speed, in_step=messages, adds_launches=True, message_s=0.0)
+        speed = replace(speed, hides_dp=False, hides_tp_backward=False, copies_parameters=False)
     stack = replace(job.stack, speed=speed, workspace_bytes=rates.process_gib * GiB)
     if chip.on_host:
         stack = replace(stack, holes=tuple(rates.holes), of_process=True, logits_together=LOGITS_TOGETHER)

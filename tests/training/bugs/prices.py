@@ -66,7 +66,9 @@ SCALE: dict[str, AnyBug] = {
     ),
     "messages on a slow network slow computation all the time that they take": UnitBug(
         Mutation(
-            f"{_COST}.data_parallel:_DataParallelTraffic.exposed", "self._interference(whats)", "speed.interference"
+            f"{_COST}.data_parallel:_DataParallelTraffic.exposed",
+            "self._interference(name, whats)",
+            "speed.interference",
         ),
         _STEP + "test_messages_on_a_slow_network_slow_a_pass_as_long_as_on_the_usual_network",
     ),
