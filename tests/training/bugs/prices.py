@@ -110,8 +110,8 @@ SCALE: dict[str, AnyBug] = {
     "a large message of gradients is exposed as a layer is": UnitBug(
         Mutation(
             f"{_COST}.data_parallel:_DataParallelTraffic._pieces",
-            "np.minimum(layers, np.maximum(calls, 1)[:, None])",
-            "layers",
+            "np.minimum(f.layers, f.sent_calls)",
+            "f.layers",
         ),
         _SOFTWARE + "test_one_message_of_a_step_has_no_pass_to_overlap_with",
     ),
