@@ -202,12 +202,13 @@ def groups(job: Job, candidates: Candidates, params: RankParameters) -> list[Par
     whole = ~apart & (candidates.zero == 0) & (job.element_bytes == 4)
 
     layout = candidates.shared
-    tensors = max(block.tensors for block in blocks(job.model))
 
     def calls(count: Ints, blocks: Ints) -> Ints:
         elements = job.stack.speed.bucket_elements
         if elements:
-            least, most = (0, blocks * tensors) if job.stack.speed.bucket_stated else (1e6 * ranks, count)
+            least, most = (
+                (0, blocks * _tensors_of_a_layer(job)) if job.stack.speed.bucket_stated else (1e6 * ranks, count)
+            )
             calls_of_all = np.minimum(-(-count // np.maximum(elements, least)), most)
             return np.maximum(calls_of_all, 1).astype(np.int64)
         # FSDP's engine reduces by block, in 16 bits without ZeRO too.
@@ -265,6 +266,7 @@ class _DataParallelTraffic:
         self.groups = groups(job, candidates, params)
         self.params = params
         self._sent: dict[str, Floats] = {}
+        self._priced: dict[str, list[PricedMessage]] = {}
 
     def exposed(self, whats: tuple[str, ...], beside: str, *, once: bool) -> ExposedCollective:
         """Return the exposed time of collectives that overlap with a pass of a micro-batch. Collectives that are sent
@@ -329,8 +331,10 @@ class _DataParallelTraffic:
         return f(f"pieces of {name}", np.minimum(f.layers, f.sent_calls))
 
     def _messages(self, what: str) -> list[PricedMessage]:
-        layout = self.candidates.shared
-        return [sent for group in self.groups for sent in data_messages(self.job, layout, what, group)]
+        if what not in self._priced:
+            job, layout = self.job, self.candidates.shared
+            self._priced[what] = [sent for group in self.groups for sent in data_messages(job, layout, what, group)]
+        return self._priced[what]
 
     def copies(self, zero: int) -> Iterator[tuple[str, str, Floats]]:
         """Yield the copies of parameters and gradients from and to the messages of a ZeRO stage: their number in a
@@ -341,11 +345,12 @@ class _DataParallelTraffic:
         e, gathered, reduced = self.job.element_bytes, _gathered_bytes(self.job), self.job.stack.speed.reduce_bytes
         for times, whats, _ in stage_collectives(self.job, self.candidates, zero):
             for what in whats:
-                n_bytes = {GATHERED: 2 * gathered, GATHERED_AGAIN: 2 * gathered, SCATTERED: e + reduced}.get(what, 0.0)
-                elements = sum(
-                    np.where(group.shards > 1, _elements(what, group), 0) for group in self.groups
-                ) + np.zeros(len(self.candidates))
-                if n_bytes and np.any(elements):
+                n_bytes = {GATHERED: 2 * gathered, GATHERED_AGAIN: 2 * gathered, SCATTERED: e + reduced}.get(what)
+                if n_bytes is None:
+                    continue
+                sharded = (np.where(group.shards > 1, _elements(what, group), 0) for group in self.groups)
+                elements = sum(sharded, np.zeros(len(self.candidates)))
+                if np.any(elements):
                     f = Formulas("s", sent_elements=elements, copied_bytes=n_bytes)
                     f.add(element_rate=reached_bytes_per_s(self.job))
                     seconds = f.sent_elements * f.copied_bytes / f.element_rate
@@ -362,9 +367,8 @@ class _DataParallelTraffic:
                 f = Formulas("s", in_step=slower, calls=_calls_sent(messages), bucket_s=bucket_s)
                 terms[host] = f(host, f.in_step * f.calls * f.bucket_s)
             if (part_s := self.job.stack.speed.part_s) and what == GATHERED:
-                a_layer = max(block.tensors for block in blocks(self.job.model))
                 of_all = np.where(self.candidates.shards > 1, self.candidates.shards, 0)
-                parts = of_all * (self.params.blocks * a_layer + self.params.end_groups)
+                parts = of_all * (self.params.blocks * _tensors_of_a_layer(self.job) + self.params.end_groups)
                 f = Formulas("s", parts_of_tensors=parts, part_s=part_s)
                 terms["parts to their places"] = f("parts to their places", f.parts_of_tensors * f.part_s)
             if self.candidates.shared.offload_parameters == "cpu" and what != SUMMED:
@@ -379,6 +383,11 @@ class _DataParallelTraffic:
             host_rate=self.job.cluster.accelerator.host_bytes_per_s,
         )  # fmt: skip
         return f(f"{what}, {group.name}, host", 4 * f.elements / f.host_rate, "FSDP2 copies shards in fp32")
+
+
+def _tensors_of_a_layer(job: Job) -> int:
+    """Return the parameters, as tensors, of the layer with the most."""
+    return max(block.tensors for block in blocks(job.model))
 
 
 def _calls_sent(messages: list[PricedMessage]) -> Floats:

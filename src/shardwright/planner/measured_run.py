@@ -263,10 +263,10 @@ def stack_of(row: MeasuredRun, die: str) -> Stack:
     if row.bucket_parameters is not None:
         speed = replace(speed, bucket_elements=float(row.bucket_parameters), bucket_stated=True)
     if row.overlap_dp is not None:
-        # One message of all parameters has no pass to overlap with: Megatron-LM's option came with buckets.
-        buckets = MEGATRON_CORE.bucket_elements if row.overlap_dp and speed.bucket_elements == inf else None
         speed = replace(speed, hides_dp=row.overlap_dp, hides_sums=row.overlap_dp)
-        speed = speed if buckets is None else replace(speed, bucket_elements=buckets)
+        if row.overlap_dp and speed.bucket_elements == inf:
+            # One message of all parameters has no pass to overlap with: Megatron-LM's option came with buckets.
+            speed = replace(speed, bucket_elements=MEGATRON_CORE.bucket_elements)
     if row.overlap_dp or _month(row.date) < FSDP_PIPELINES_SINCE:
         stack = replace(stack, reduces_after_pipelines=False)
     if _month(row.date) < FSDP_2_SINCE:

@@ -51,6 +51,7 @@ def cluster_of(row: MeasuredRun) -> Cluster:
 
 
 def candidates_of(row: MeasuredRun, piped: Layout) -> Candidates:
+    """Return the row's layout as the only candidate. `piped`: its pipeline."""
     values = {
         "dp_replicate": row.dp_replicate,
         "dp_shard": row.dp_shard,
