@@ -164,7 +164,7 @@ def test_priced_messages_are_those_of_a_real_step(model: str, layout: Layout):
         assert mean == expected[1]
 
 
-MESSAGES, DATA = "shardwright.cost.messages", "shardwright.cost.data_parallel"
+MESSAGES, DATA = "shardwright.cost.messages", "shardwright.cost.data_messages"
 BUGS = {
     "one gather a pass instead of one a block": (
         ("dense", Layout(dp_shard=2, zero=3)),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from shardwright.cost import memory
-from shardwright.cost.data_parallel import GATHERED, data_messages, groups
+from shardwright.cost.data_messages import GATHERED, data_messages, groups
 from shardwright.cost.rank_parameters import rank_parameters
 from shardwright.cost.stack import MEGATRON_CORE_FUSED_LOSS, STACKS
 from shardwright.cost.step import step_time

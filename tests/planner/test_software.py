@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwright.cost.data_parallel import groups
+from shardwright.cost.data_messages import groups
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.machine import derivatives

@@ -11,7 +11,8 @@ import numpy as np
 
 from shardwright.cost import compression, idle, ledger, memory, pipeline
 from shardwright.cost.collectives import point_to_point
-from shardwright.cost.data_parallel import I_AND_W, F, OverlappedPasses, data_parallel
+from shardwright.cost.data_messages import I_AND_W, F
+from shardwright.cost.data_parallel import OverlappedPasses, data_parallel
 from shardwright.cost.idle import StageTimes, busy
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.layer import embedding, head, layer

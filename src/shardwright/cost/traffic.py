@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from shardwright.cost import compression, data_parallel
+from shardwright.cost import compression, data_messages
 from shardwright.cost.collectives import PricedMessage, point_to_point
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.parameters import RankParameters
@@ -36,9 +36,9 @@ def step_messages(job: Job, candidates: Candidates, rank: int) -> list[PricedMes
     data = [
         replace(message, calls=message.calls * times)
         for times, what, group in _collectives(job, candidates, params, m)
-        for message in data_parallel.data_messages(job, candidates.shared, what, group)
+        for message in data_messages.data_messages(job, candidates.shared, what, group)
     ]
-    data += [*data_parallel.replica_messages(job, candidates, params, end), *compression.messages(candidates, params)]
+    data += [*data_messages.replica_messages(job, candidates, params, end), *compression.messages(candidates, params)]
     messages += [replace(message, work=DATA) for message in data]
     return [
         message for message in messages if np.all(message.size * np.sign(message.calls) * np.sign(message.n_bytes) > 1)
@@ -54,9 +54,9 @@ def shards_over_link(job: Job, candidates: Candidates, rank: int) -> dict[str, t
     calls: Counter[str] = Counter()
     elements: Counter[str] = Counter()
     for times, what, group in _collectives(job, candidates, params, int(candidates.microbatches(job.global_batch)[0])):
-        reduced = what in (data_parallel.SCATTERED, data_parallel.ACROSS)
+        reduced = what in (data_messages.SCATTERED, data_messages.ACROSS)
         where = "to the host" if reduced else "to the device"
-        n, count = data_parallel.over_link(candidates.shared, what, group)
+        n, count = data_messages.over_link(candidates.shared, what, group)
         calls[where] += times * int(n[0])
         elements[where] += times * round(float(count[0]))
     return {where: (calls[where], 4 * elements[where]) for where in calls}
@@ -64,12 +64,12 @@ def shards_over_link(job: Job, candidates: Candidates, rank: int) -> dict[str, t
 
 def _collectives(
     job: Job, candidates: Candidates, params: RankParameters, m: int
-) -> Iterator[tuple[int, str, data_parallel.ParameterGroup]]:
+) -> Iterator[tuple[int, str, data_messages.ParameterGroup]]:
     """Yield the collectives of weights and gradients in a step: their number, their name, and their parameters."""
     times = {"1": 1, "m": m, "(m - 1)": m - 1}
-    for often, whats, _ in data_parallel.stage_collectives(job, candidates, int(candidates.zero[0])):
+    for often, whats, _ in data_messages.stage_collectives(job, candidates, int(candidates.zero[0])):
         for what in whats:
-            for group in data_parallel.groups(job, candidates, params):
+            for group in data_messages.groups(job, candidates, params):
                 yield times[often], what, group
 
 

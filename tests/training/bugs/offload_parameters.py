@@ -88,7 +88,7 @@ SCALE = {
     ),
     "the plan copies gradients of replicas to the host before they are summed": UnitBug(
         Mutation(
-            f"{_COST}.data_parallel:over_link",
+            f"{_COST}.data_messages:over_link",
             "waits_for_replicas(layout) & (group.reduce_ranks > group.shards)",
             "np.zeros(len(group.count), dtype=bool)",
         ),
@@ -105,7 +105,7 @@ SCALE = {
     ),
     "the plan copies shards of all ranks from the host for each gather": UnitBug(
         Mutation(
-            f"{_COST}.data_parallel:over_link",
+            f"{_COST}.data_messages:over_link",
             "np.where(copied, count / group.shards, 0.0)",
             "np.where(copied, group.count, 0.0)",
         ),

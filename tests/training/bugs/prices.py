@@ -9,11 +9,11 @@ _SOFTWARE = "tests/planner/test_software.py:"
 
 SCALE: dict[str, AnyBug] = {
     "the plan hides the reductions of FSDP in a pipeline in its last backward pass": UnitBug(
-        Mutation(f"{_COST}.data_parallel:stage_collectives", "AFTER if after else I_AND_W", "I_AND_W"),
+        Mutation(f"{_COST}.data_messages:stage_collectives", "AFTER if after else I_AND_W", "I_AND_W"),
         _STEP + "test_fsdp_in_a_pipeline_reduces_the_gradients_of_each_chunk_after_its_last_pass",
     ),
     "the plan gathers layers once in a pipeline that frees them after each forward pass": UnitBug(
-        Mutation(f"{_COST}.data_parallel:stage_collectives", "[*once, ('m', (GATHERED_AGAIN,), I_AND_W)]", "once"),
+        Mutation(f"{_COST}.data_messages:stage_collectives", "[*once, ('m', (GATHERED_AGAIN,), I_AND_W)]", "once"),
         _STEP
         + "test_zero_3_that_frees_layers_after_each_forward_pass_of_a_pipeline_gathers_them_for_each_backward_pass",
     ),
@@ -26,7 +26,7 @@ SCALE: dict[str, AnyBug] = {
         "tests/planner/test_software.py:test_a_fused_rmsnorm_moves_the_bytes_of_a_layernorm",
     ),
     "the plan reduce-scatters the gradients of DeepSpeed's BF16_Optimizer": UnitBug(
-        Mutation(f"{_COST}.data_parallel:stage_collectives", "zero == 1 and job.stack.sums_whole", "False"),
+        Mutation(f"{_COST}.data_messages:stage_collectives", "zero == 1 and job.stack.sums_whole", "False"),
         _STEP + "test_the_bf16_optimizer_of_deepspeed_all_reduces_sums_in_fp32",
     ),
     "the plan copies gathered parameters in no step": UnitBug(
@@ -103,7 +103,7 @@ SCALE: dict[str, AnyBug] = {
         _SOFTWARE + "test_recipes_that_overlap_the_messages_of_experts_multiply_all_experts_in_one_kernel",
     ),
     "messages of a stated size are at least as large as those without": UnitBug(
-        Mutation(f"{_COST}.data_parallel:groups", "job.stack.speed.bucket_stated", "False"),
+        Mutation(f"{_COST}.data_messages:groups", "job.stack.speed.bucket_stated", "False"),
         _SOFTWARE + "test_a_message_has_the_stated_parameters_and_at_least_a_tensor",
         given=(1, 198),
     ),

@@ -38,7 +38,7 @@ DTYPE: dict[str, AnyBug] = {
 SCALE: dict[str, AnyBug] = {
     "the plan gathers layers for the backward pass from all nodes": UnitBug(
         Mutation(
-            f"{_COST}.data_parallel:data_messages",
+            f"{_COST}.data_messages:data_messages",
             "PricedMessage(name, all_gather, elements * e, group.again_ranks, group.stride, calls)",
             "PricedMessage(name, all_gather, elements * e, group.shards, group.stride, calls)",
         ),
@@ -46,7 +46,7 @@ SCALE: dict[str, AnyBug] = {
     ),
     "the plan copies shards from the host though parts are on the device": UnitBug(
         Mutation(
-            f"{_COST}.data_parallel:over_link",
+            f"{_COST}.data_messages:over_link",
             "np.where(group.keeps_parts, 0.0, group.again / group.shards)",
             "group.again / group.shards",
         ),
