@@ -40,6 +40,7 @@ from pathlib import Path
 from chaos_runs import KilledRuns, Kills, TrainRun, flips, kills_of, restart_s, wait_for, write_tokens
 from parts import Log, Record
 from shardwright.system.ranks_at import RankState
+from shardwright.system.signals import send_signal
 
 LAYOUT = ["layout.dp_replicate=2", "layout.tp=2"]
 POLICY = [
@@ -96,7 +97,7 @@ class Disturbed:
         """End the run, if it goes on, and give the disk back."""
         if self.run.launcher is not None and self.run.ended() is None:
             self.run.seen()
-            os.kill(self.run.pid, signal.SIGKILL)
+            send_signal(self.run.pid, signal.SIGKILL)
             self.run.finish()
             self.run.orphans()
         if self.mounted:

@@ -16,6 +16,7 @@ from shardwright.data.prepare import prepare
 from shardwright.runs.folder import CHECKPOINTS, published
 from shardwright.runs.records import EventRecord, read_events
 from shardwright.system.ranks_at import RanksFolder, RankState, is_dead
+from shardwright.system.signals import send_signal
 
 RUN_FILE = """
 out = "{out}"
@@ -181,7 +182,7 @@ class TrainRun:
             time.sleep(0.05)
         left = self.living()
         for pid, _ in left:
-            os.kill(pid, signal.SIGKILL)
+            send_signal(pid, signal.SIGKILL)
         return len(left)
 
     def left_over(self, quiet: "TrainRun") -> list[str]:

@@ -39,6 +39,7 @@ from parts import Log, Record
 from shardwright.data.prepare import prepare
 from shardwright.runs.records import EventRecord, read_events
 from shardwright.system.ranks_at import PHASES_SEEN, RanksFolder, is_dead
+from shardwright.system.signals import send_signal
 
 PHASES = tuple(phase for phase in PHASES_SEEN if phase != "start")
 BEGIN_AT = 18
@@ -111,7 +112,7 @@ class Run:
             new = [pid for each in new for pid in by_parent.get(each, [])]
         for pid in found:
             if not is_dead(pid):
-                os.kill(pid, signal.SIGKILL)
+                send_signal(pid, signal.SIGKILL)
         self.process.wait()
 
 

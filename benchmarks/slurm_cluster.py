@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chaos_runs import children, wait_for
+from shardwright.system.signals import send_signal
 
 NODES = ("127.0.0.1", "127.0.0.2")
 TASKS = 2
@@ -126,7 +127,7 @@ class Cluster:
         steps = [parent for parent, found in children().items() if tasks & set(found)]
         steps = [pid for pid in steps if _read(pid, "cmdline").startswith(b"slurmstepd")]
         for pid in (daemon.pid, *steps, *tasks):
-            _signal(pid, signal.SIGKILL)
+            send_signal(pid, signal.SIGKILL)
         daemon.wait()
 
     def environment(self) -> dict[str, str]:
@@ -211,7 +212,7 @@ class Cluster:
                 daemon.kill()
                 daemon.wait()
         for pid in self._processes(f"SLURM_CONF={self.conf}"):
-            _signal(pid, signal.SIGKILL)
+            send_signal(pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -234,11 +235,6 @@ class Job:
         """Its fields once it is in one of these states."""
         wait_for(lambda: self.state in states, f"job {self.number} {states}: {self.fields()}", timeout_s, 0.5)
         return self.fields()
-
-
-def _signal(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)
 
 
 def _read(pid: int, name: str) -> bytes:

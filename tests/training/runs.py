@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.runs.records import EventRecord, read_events
-from shardwright.system.signals import STOPPING
+from shardwright.system.signals import STOPPING, send_signal
 from tests.distributed import context
 
 Fault = Callable[[int], None]
@@ -111,7 +111,7 @@ def training(
     finally:
         for pid in (process.pid, *run.workers()):
             if pid is not None and is_alive(pid):
-                os.kill(pid, signal.SIGKILL)
+                send_signal(pid, signal.SIGKILL)
         process.join()
 
 

@@ -13,10 +13,12 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from shardwright.runs.records import read_events
+from shardwright.training import launch
 from tests.marks import prove
 from tests.training.runs import Run, is_alive, kill_itself, records, train, training, trajectory, write_run_file
 
@@ -187,6 +189,17 @@ def test_bad_input_found_by_every_worker_is_told_once(run_file):
 
 def is_slow(rank: int) -> None:
     in_step_3_of_rank_1(rank, lambda: time.sleep(600))
+
+
+def test_a_signal_is_forwarded_though_a_worker_ends_at_that_moment():
+    """The exit code of the worker is read before the signal is sent, and the worker ends in between."""
+    with subprocess.Popen(["true"]) as ended, subprocess.Popen(["sleep", "600"]) as running:
+        ended.wait()
+        workers = [SimpleNamespace(pid=process.pid, exit_code=lambda: None) for process in (ended, running)]
+        with launch._forward_signals(workers) as request:
+            signal.raise_signal(signal.SIGTERM)
+        assert request.signal == signal.SIGTERM
+        assert running.wait(60) == -signal.SIGTERM
 
 
 @prove

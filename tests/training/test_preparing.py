@@ -15,6 +15,7 @@ from shardwright.data.prepare import prepare
 from shardwright.data.token_manifest import DataManifest
 from shardwright.system.errors import ConfigError, DataError
 from shardwright.system.owner import sole_owner
+from shardwright.system.signals import send_signal
 from shardwright.system.units import GiB
 from shardwright.training.preparing import _Prepare, prepare_failure
 from tests.data.publications import OPTIONS, corpus
@@ -59,7 +60,7 @@ def test_a_run_on_a_stream_takes_the_steps_of_one_on_the_folder(tmp_path: Path):
         run.wait_for(lambda: (tmp_path / "out" / "checkpoints").exists() and len(checkpoints(run_file)) > 1, 300)
         for pid in (run.process.pid, *run.workers()):
             assert pid is not None
-            os.kill(pid, signal.SIGKILL)
+            send_signal(pid, signal.SIGKILL)
     train(run_file, *streamed(run_file, source), "--resume")
     assert DataManifest.read(tmp_path / "tokens").unfinished is None
     assert trajectory(run_file) == trajectory(before)
@@ -97,7 +98,7 @@ def test_a_run_with_room_for_half_of_its_shards_takes_the_same_steps_and_refuses
         run.wait_for(lambda: (tmp_path / "out" / "checkpoints").exists() and len(checkpoints(run_file)) > 2, 300)
         for pid in (run.process.pid, *run.workers()):
             assert pid is not None
-            os.kill(pid, signal.SIGKILL)
+            send_signal(pid, signal.SIGKILL)
     ended = train(run_file, *options, "--resume", expect=2)
     assert "its shards were trained on once and the first are deleted (data.keep_gib)" in ended.stderr
     assert f"delete {tokens} and raise data.keep_gib" in ended.stderr

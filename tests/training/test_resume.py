@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwright.system.signals import send_signal
 from tests.marks import prove, rest_prove
 from tests.training.runs import checkpoints, checksums, kill_itself, train, training, trajectory
 
@@ -148,7 +149,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(number, run_file
         run.wait_for(lambda: len(trajectory(run_file)) >= 2)
         os.kill(run.process.pid, number)
         while number == signal.SIGUSR1 and run.process.is_alive():  # a scheduler may repeat it until the end
-            os.kill(run.process.pid, number)
+            send_signal(run.process.pid, number)
             time.sleep(0.001)
         assert run.wait() == 75
     stopped = re.search(

@@ -26,6 +26,7 @@ from typing import Any
 
 from shardwright.system.control_groups import brief_waiting
 from shardwright.system.errors import FullError, system_limit
+from shardwright.system.signals import send_signal
 
 context = multiprocessing.get_context("forkserver")
 FEWEST_FILES = 64
@@ -88,8 +89,7 @@ def _end_server_at_exit() -> None:
 
     def end() -> None:
         if (pid := forkserver._forkserver._forkserver_pid) is not None:  # type: ignore[attr-defined]
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            send_signal(pid, signal.SIGKILL)
 
     util.Finalize(None, end, exitpriority=-99)  # before the folders of `_new_folder` are removed
 

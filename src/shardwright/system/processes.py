@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from shardwright.system import extensions
 from shardwright.system.control_groups import memory_limit
 from shardwright.system.errors import FullError, ShardwrightError, WorkerError, system_limit
-from shardwright.system.signals import STOPPING
+from shardwright.system.signals import STOPPING, send_signal
 from shardwright.system.units import GiB, format_bytes
 
 _POLL_S = 0.25  # interval between checks of processes that send no message
@@ -350,8 +350,7 @@ def _stacks(workers: Sequence[Worker]) -> str:
     ready = {worker.rank: worker.stack for worker in workers if worker.stack is not None and worker.stack.exists()}
     for worker in workers:
         if worker.rank in ready:
-            with suppress(ProcessLookupError):
-                os.kill(worker.pid, signal.SIGUSR1)
+            send_signal(worker.pid, signal.SIGUSR1)
     until = time.monotonic() + _STACKS_S
     while time.monotonic() < until and not all(path.stat().st_size for path in ready.values()):
         time.sleep(0.02)

@@ -25,6 +25,12 @@ _signal_s: float | None = None
 """When the first signal that is not handled yet came; None if there is none."""
 
 
+def send_signal(pid: int, number: int) -> None:
+    """Send a signal to a process unless it has ended, which it may at any time."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
 @contextmanager
 def on_signals(handler: Callable[[int, FrameType | None], None], *, last: bool = False) -> Iterator[None]:
     """Call `handler` for the signals in STOPPING during the block, except for SIGHUP if it is ignored (nohup).

@@ -21,7 +21,7 @@ from shardwright.system.files import open_regular, parse_json
 from shardwright.system.forks import Descriptor, fork
 from shardwright.system.processes import Worker
 from shardwright.system.ranks_at import RanksWatch
-from shardwright.system.signals import on_signals
+from shardwright.system.signals import on_signals, send_signal
 from shardwright.system.units import KiB
 from shardwright.training.ranks import STORE, SUPERVISED
 from shardwright.training.resilience.restarts import Restarts
@@ -86,7 +86,7 @@ def _run(
         if not request.to_grow and request.signal is None and restarts.should_grow() and _has_logged_since(out, began):
             request.to_grow = True
             for worker in workers:
-                os.kill(worker.pid, signal.SIGTERM)
+                send_signal(worker.pid, signal.SIGTERM)
         hang = watch.hang()
         if hang is None:
             return None
@@ -193,7 +193,7 @@ def _forward_signals(workers: list[Worker]) -> Iterator[_EndSignal]:
             )
         for worker in workers:
             if worker.exit_code() is None:
-                os.kill(worker.pid, number)
+                send_signal(worker.pid, number)
 
     with on_signals(forward, last=True):
         yield request
