@@ -237,7 +237,10 @@ def test_a_complete_folder_is_refused_for_another_tokenizer_separator_or_end(who
     assert complete.unfinished is None
     for given, said in (
         ({"max_tokens": None}, "max_tokens=2000, not none"),
-        ({"separator": "<|end|>"}, "another separator than '<|end|>'"),
+        (
+            {"separator": "<|end|>"},
+            "another separator: '<|endoftext|>', not '<|end|>'; give the separator of that folder",
+        ),
         ({"tokenizer": whole / "tokenizer.json"}, "another tokenizer.json"),
         ({"tokenizer": None}, "no vocab_size, not 300"),
     ):

@@ -67,6 +67,11 @@ def test_recomputation_of_some_layers_and_conditions_are_read(tmp_path: Path) ->
         ("--fp16", "--fp16 --bf16", "--fp16: contradicts bf16"),
         ("--num-layers 96", "--num-layers many", "train.sh:11: --num-layers: 'many' is not a number"),
         ("--num-layers 96", "--num-layers 97", "97 cannot be partitioned equally into 16 stages"),
+        (
+            "--num-layers 96",
+            "--num-layers 96 --num-layers-per-virtual-pipeline-stage 4",
+            "96 layers are not a multiple of pp=16 x 4 layers = 64",
+        ),
         ("--tensor-model-parallel-size 8", "--tensor-model-paralel-size 8", "mean --tensor-model-parallel-size?"),
         ("--seq-length 2048", "--seq-length 2048 --expert-model-parallel-size 2", "needs --num-experts"),
         ("NUM_NODES=128", "NUM_NODES=100", "= 128 ranks does not divide the 800 ranks"),

@@ -196,10 +196,13 @@ def test_a_signal_is_forwarded_though_a_worker_ends_at_that_moment():
     with subprocess.Popen(["true"]) as ended, subprocess.Popen(["sleep", "600"]) as running:
         ended.wait()
         workers = [SimpleNamespace(pid=process.pid, exit_code=lambda: None) for process in (ended, running)]
-        with launch._forward_signals(workers) as request:
-            signal.raise_signal(signal.SIGTERM)
-        assert request.signal == signal.SIGTERM
-        assert running.wait(60) == -signal.SIGTERM
+        try:
+            with launch._forward_signals(workers) as request:
+                signal.raise_signal(signal.SIGTERM)
+            assert request.signal == signal.SIGTERM
+            assert running.wait(60) == -signal.SIGTERM
+        finally:
+            running.kill()
 
 
 @prove

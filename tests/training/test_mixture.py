@@ -200,8 +200,8 @@ def test_a_run_whose_past_is_changed_is_refused_with_the_reason(run_file: Path, 
         text.replace(
             "weight = 3", "weight = 2"
         ): "it was trained with prose 3 : code 1 from step 0 on, and this run file "
-        "has prose 2 : code 1; steps that were taken keep their weights; give these, and other weights in a stage with "
-        "from_step >= 6",
+        "has prose 2 : code 1; steps that were taken keep their weights; give the stages of these steps as they were, "
+        "and other weights in a stage with from_step >= 6",
         text + early: "this run file has a stage from step 4 on, and the 6 steps that are done were trained without it",
         swapped: "source 1 was 'prose' with tokens of fingerprint",
     }.items():

@@ -121,13 +121,14 @@ class Publication:
         if tokenizer is not None:
             compared += [
                 (TOKENIZER, tokenizer.sha256, self.manifest.tokenizer_sha256),
-                (f"separator than {tokenizer.separator!r}", tokenizer.separator, self.manifest.separator),
+                ("separator", tokenizer.separator, self.manifest.separator),
             ]
         for name, given, recorded in compared:
             if given != recorded:
+                values = f": {recorded!r}, not {given!r}" if name == "separator" else ""
                 raise DataError(
-                    f"{self.folder}: its shards were written with another {name}; give the {name} in that folder to "
-                    f"continue, or choose another --out"
+                    f"{self.folder}: its shards were written with another {name}{values}; give the {name} of that "
+                    f"folder to continue, or choose another --out"
                 )
 
 

@@ -45,8 +45,8 @@ class RecordedMessage(NamedTuple):
     `n_bytes`: size of the largest tensor argument; an all-to-all of equal parts without the rank's own part counts as
     if the part were included. `shapes`: shapes of all tensors. `splits`: rows to and from each rank of an uneven
     all-to-all; for a wait, the number of the message among the messages from `peer`. `peer`: the other rank of a send,
-    receive or wait, in the world. `launch`: consecutive messages with the same number are one `batch_isend_irecv`; 0
-    for a single message.
+    receive or wait, in the world. `launch`: sends and receives with the same number are one `batch_isend_irecv`; 0 for
+    others.
     """
 
     op: str

@@ -204,7 +204,8 @@ def _pipeline(values: Values, n_layers: int) -> dict[str, Any]:
         virtual, rest = divmod(n_layers, pp * layers)
         if rest or not virtual:
             values.refuse(
-                "num_layers_per_virtual_pipeline_stage", f"{n_layers} layers are not pp={pp} x a whole number of layers"
+                "num_layers_per_virtual_pipeline_stage",
+                f"{n_layers} layers are not a multiple of pp={pp} x {layers} layers = {pp * layers}",
             )
             return {}
     n_stages = pp * virtual

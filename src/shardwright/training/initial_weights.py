@@ -103,7 +103,8 @@ def _report_lines(trainer: Trainer, weights: Weights, init: InitSection) -> list
     }
     lines = [
         f"weights from {weights.describe()}: {len(weights.shapes):,} tensors, {format_count(spec.n_parameters)} "
-        f"parameters, {', '.join(types)} to {dtype}{kept}; step, samples and learning rate start from 0"
+        f"parameters, {', '.join(types)} to {dtype}{kept}; step and samples start from 0, the learning "
+        "rate from the start of its schedule"
     ]
     if spec.lora is not None:
         lines.append(
