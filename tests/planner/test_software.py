@@ -111,6 +111,11 @@ def test_eager_kernels_of_megatron_deepspeed_and_gpt_neox_move_the_bytes_of_thei
     assert speed.kernel_share == eager
 
 
+def test_stored_scores_have_the_rate_of_fused_kernels_in_eager_stacks_too():
+    eager, fused = (attention_s(f"{name},flash=0", "llama-3.1-8b", "a100-80:8") for name in ("gpt-neox", "megatron"))
+    assert eager == pytest.approx(fused)
+
+
 def test_a_host_that_waits_for_each_kernel_adds_all_launches_to_a_step():
     of = job()
     times = [
