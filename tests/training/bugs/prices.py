@@ -44,11 +44,11 @@ SCALE: dict[str, AnyBug] = {
         _SOFTWARE + "test_stored_scores_have_the_rate_of_fused_kernels_in_eager_stacks_too",
     ),
     "a host that waits for each kernel launches beside the kernels": UnitBug(
-        Mutation("shardwright.planner.measured_run:stack_of", "adds_launches=True", "adds_launches=False"),
+        Mutation("shardwright.planner.measured_run:stack_of", "replace(speed, adds_launches=True)", "speed"),
         _SOFTWARE + "test_a_host_that_waits_for_each_kernel_adds_all_launches_to_a_step",
     ),
     "GPT-NeoX copies no heads round fused attention": UnitBug(
-        Mutation("shardwright.planner.measured_run:stack_of", "heads_bytes=PACKED_HEADS_BYTES", "heads_bytes=4.0"),
+        Mutation("shardwright.planner.measured_run:stack_of", "PACKED_HEADS_BYTES", "4.0"),
         _SOFTWARE + "test_eager_kernels_of_megatron_deepspeed_and_gpt_neox_move_the_bytes_of_their_source",
         given=("gpt-neox,flash=1", 20, 10, 28, 10),
     ),
