@@ -145,6 +145,20 @@ def test_attention_is_faster_on_longer_sequences_and_wider_heads():
     assert rate(4096, 128) / rate(4096, 64) == pytest.approx((64 + width) / 64 * 128 / (128 + width))
 
 
+@pytest.mark.parametrize(
+    ("kernel", "padded"), [("fa1", {24: 32, 64: 64, 80: 128, 128: 128, 160: 160}), ("fa2", {64: 64, 80: 96, 160: 160})]
+)
+def test_a_kernel_that_pads_heads_takes_the_time_of_the_padded_width(kernel: str, padded: dict[int, int]):
+    def seconds(head_dim: int) -> float:
+        the_job = job(replace(PRESETS["llama-3.1-8b"], head_dim=head_dim), on="a100-80:8", global_batch=8)
+        the_job = replace(the_job, stack=read_stack(f"megatron,flash=1,attention={kernel}", the_job))
+        (block,) = blocks(the_job.model)
+        return float(np.ravel(layer(the_job, candidates(), block).forward["attention"])[0])
+
+    for width, computed in padded.items():
+        assert seconds(width) == pytest.approx(seconds(computed))
+
+
 TOKENS = 512, 1024, 2048, 4096, 8192, 16384
 PUBLISHED = {
     ("a100-80gb", "FlashAttention"): {64: (58, 70, 77, 87, 92), 128: (53, 72, 81, 87, 91)},

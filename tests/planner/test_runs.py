@@ -96,7 +96,7 @@ def test_a_table_that_cannot_be_used_is_refused(tmp_path: Path, text: str | byte
         ({"days": "0"}, "days='0': valid: a decimal from 0.001 to 100,000"),
         ({"peak_mem_gib": "10"}, "peak_mem_from is empty"),
         ({"tied": "yes"}, "tied='yes': valid: 0, 1"),
-        ({"stack": "megatron-lm"}, "stack='megatron-lm': valid: megatron, megatron-core, deepspeed, fsdp"),
+        ({"stack": "megatron-lm"}, "stack='megatron-lm': valid: megatron, megatron-core, deepspeed, gpt-neox, fsdp"),
         ({"schedule": "sideways"}, "schedule='sideways': valid: afab, 1f1b, "),
         ({"recompute": "sometimes"}, "valid: none, full, selective, selective:a+b, partial:N"),
         ({"recompute": "selective:a+b"}, "recompute='selective:a+b': valid: none"),

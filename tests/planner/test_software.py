@@ -10,6 +10,7 @@ from shardwright.cost.job import Candidates, Job
 from shardwright.cost.machine import derivatives
 from shardwright.cost.passes import reached_bytes_per_s
 from shardwright.cost.rank_parameters import rank_parameters
+from shardwright.cost.stack import STACKS
 from shardwright.cost.step import step_time
 from shardwright.layout.layout import Layout
 from shardwright.model.presets import resolve
@@ -88,6 +89,46 @@ def test_attention_in_8_bits_has_its_measured_rate_relative_to_16_bits(
     assert wide / narrow == pytest.approx(rate, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("text", "rope", "residual", "heads", "gated"),
+    [
+        ("megatron", 20, 6, 4, 6),
+        ("deepspeed", 20, 6, 4, 6),
+        ("gpt-neox,flash=0", 20, 10, 4, 10),
+        ("gpt-neox,flash=1", 20, 10, 28, 10),
+    ],
+)
+def test_eager_kernels_of_megatron_deepspeed_and_gpt_neox_move_the_bytes_of_their_source(
+    text: str, rope: float, residual: float, heads: float, gated: float
+):
+    speed = read_stack(text, job()).speed
+    assert (speed.rope_bytes, speed.residual_bytes, speed.heads_bytes, speed.gated_bytes) == (
+        *(rope, residual, heads, gated),
+    )
+    scripted = read_stack(text, job(precision="fp16")).speed.rope_bytes
+    assert scripted == (20 if text == "megatron" else 12)
+    eager = STACKS["fsdp"].speed.kernel_share if text.startswith("gpt-neox") else 1.0
+    assert speed.kernel_share == eager
+
+
+def test_stored_scores_have_the_rate_of_fused_kernels_in_eager_stacks_too():
+    eager, fused = (attention_s(f"{name},flash=0", "llama-3.1-8b", "a100-80:8") for name in ("gpt-neox", "megatron"))
+    assert eager == pytest.approx(fused)
+
+
+def test_a_host_that_waits_for_each_kernel_adds_all_launches_to_a_step():
+    of = job()
+    times = [
+        step_time(replace(of, stack=read_stack(f"deepspeed,flash=1,blocking_launches={flag}", of)), candidates)
+        for candidates in [Candidates.from_layout(Layout(dp_shard=8, zero=1), micro_batch=1)]
+        for flag in (0, 1)
+    ]
+    speed = STACKS["megatron"].speed
+    launches = of.model.n_layers * speed.launch_s * (1 + speed.launch_backward)
+    assert float(times[0].parts["launch"][0]) == 0
+    assert float(times[1].parts["launch"][0]) == pytest.approx(launches)
+
+
 def test_without_userbuffers_megatron_core_reduces_gradients_of_inputs_beside_gradients_of_weights():
     of = job()
     candidates = Candidates.from_layout(Layout(tp=8, sequence_parallel=True), micro_batch=1)
@@ -159,7 +200,7 @@ def test_stated_overlap_of_megatron_lm_takes_less_time_than_none():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("megatron-lm", "stack 'megatron-lm' is not known; valid: megatron, megatron-core, deepspeed, fsdp"),
+        ("megatron-lm", "stack 'megatron-lm' is not known; valid: megatron, megatron-core, deepspeed, gpt-neox"),
         ("fsdp,atention=fa2", "'atention' is not a key of a stack; did you mean 'attention'"),
         ("fsdp,attention=fa9", "attention='fa9': valid: fa1, fa2, fa3, fa4, cudnn, cudnn-fp8, cudnn-mxfp8, flash-attn"),
         ("fsdp,attention=fa4", "attention=fa4 has no price on h100; priced there: fa2, fa3, cudnn, cudnn-fp8"),

@@ -14,7 +14,7 @@ from shardwright.cost.step import estimate
 from shardwright.layout.layout import Layout
 from shardwright.model.presets import resolve
 from shardwright.planner.choice import Choice, PricedLayout
-from shardwright.planner.evaluate import WHOLE_RUNS, PlanEvaluation, evaluate
+from shardwright.planner.evaluate import WHOLE_RUNS, PlanEvaluation, evaluate, evaluate_runs
 from shardwright.planner.measured_run import PredictableRun
 from shardwright.planner.operations import Operations
 from shardwright.planner.runs import read_runs
@@ -149,6 +149,18 @@ def published_runs() -> PlanEvaluation:
     return evaluate(WHOLE_RUNS)
 
 
+def test_a_published_run_loses_the_work_since_its_last_checkpoint():
+    """StarCoder saved every 2,500 steps (5 hours), more than ten times the best interval."""
+    run = next(run for run in read_runs(WHOLE_RUNS) if run.measured.id == "starcoder")
+    best = replace(run, measured=replace(run.measured, save_every=None))
+    stated, least = (row.whole for row in evaluate_runs(WHOLE_RUNS, [run, best]).rows)
+    assert stated is not None
+    assert least is not None
+    assert (stated.every_steps, stated.saving) == (2500, least.saving)
+    assert stated.every_steps > 10 * least.every_steps
+    assert stated.parts_days["lost work"] > 10 * least.parts_days["lost work"]
+
+
 def test_no_published_step_is_longer_than_its_run():
     """A step time that contradicts the days of its run is no step time of that run."""
     for run in read_runs(WHOLE_RUNS):
@@ -164,11 +176,11 @@ def test_every_published_run_with_a_published_step_is_judged_by_it():
 
 
 @pytest.mark.prove
-def test_five_of_eleven_published_runs_are_within_15_percent_with_predicted_steps():
+def test_nine_of_eleven_published_runs_are_within_15_percent_with_predicted_steps():
     errors = [abs(error) for row in published_runs().rows if (error := row.error("whole run")) is not None]
     assert len(errors) == 11
-    assert sum(error <= 0.15 for error in errors) >= 5
-    assert published_runs().families[-1].median_absolute <= 0.16
+    assert sum(error <= 0.15 for error in errors) >= 9
+    assert published_runs().families[-1].median_absolute <= 0.12
     assert published_runs().families[-1].inside == pytest.approx(10 / 11)
 
 
@@ -183,7 +195,7 @@ def test_delays_of_production_are_a_quantile_over_sources_and_hold_for_a_source_
     assert len(means) == 9
     assert np.quantile(list(means.values()), 0.9) == pytest.approx(LATE, abs=2e-3)
     without = {source: np.quantile([means[other] for other in means if other != source], 0.9) for source in means}
-    assert sum(means[source] <= without[source] for source in means) == 7
+    assert sum(means[source] <= without[source] for source in means) == 8
 
 
 def test_a_run_whose_batch_changes_takes_the_sum_of_its_stages():

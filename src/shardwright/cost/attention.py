@@ -56,7 +56,7 @@ def _fused(f: Formulas, job: Job, candidates: Candidates, block: BlockShape) -> 
     document_tokens instead of s; with a window w, w (2 s - w) / s of the scores of s tokens; with n whole chunks of w
     and one of r, (n w^2 + r^2) / s. If no kernel has the scores (`Job.scores_in_memory`), scores are computed in
     fp32, some rows at a time, and each operation on them reads and writes them. A kernel with a soft cap is priced as
-    one without; no GPU has measured it.
+    one without; no GPU has measured it. A kernel that pads heads computes the padding too (`Speed.kernel_width`).
     """
     attended, n_attended = job.attended
     fitted, chip, window = job.calibration, job.cluster.accelerator, block.window
@@ -82,8 +82,9 @@ def _fused(f: Formulas, job: Job, candidates: Candidates, block: BlockShape) -> 
         flash_share=(speed.attention_share or fitted.flash(chip.die)) / fitted.attention_time,
         flash_gain=speed.flash_gain * (speed.latent_gain if job.model.latent_attention else 1.0),
         flash_backward=fitted.flash_backward,
+        kernel_width=speed.kernel_width((job.model.qk_dim + job.model.head_dim) / 2),
     )  # fmt: skip
-    reached = f.flash_share * f.c / (f.c + f.c0) * length / (length + f.s0)
+    reached = f.flash_share * f.c / (f.kernel_width + f.c0) * length / (length + f.s0)
     f("rate of attention", f.rate * reached * f.flash_gain, "cost/calibration.toml, cost/speed.py", unit="FLOP/s")
     seconds = [flops / f.rate_of_attention, flops * f.flash_backward / f.rate_of_attention]
     if np.any(in_memory):
@@ -110,7 +111,8 @@ def _in_rows(f: Formulas, job: Job, flops: Floats) -> tuple[str, list[Floats]]:
 
 def _stored(f: Formulas, job: Job, candidates: Candidates) -> tuple[str, list[Floats]]:
     """Return the source and the seconds of attention with stored scores, forward and backward. Batched matmuls compute
-    the whole square of the whole sequence, masked, and the scores are written to memory and read between them."""
+    the whole square of the whole sequence, masked, and the scores are written to memory and read between them, by fused
+    kernels (to which `score_bytes` is fitted) in eager stacks too."""
     spec, fitted = job.model, job.calibration
     queries, keys, batch = (
         job.seq_len / candidates.cp,
@@ -123,12 +125,14 @@ def _stored(f: Formulas, job: Job, candidates: Candidates) -> tuple[str, list[Fl
     ]
     gradients = [one for product in products for one in (product.for_input, product.for_weight)]
     f.add({matmul.name: matmul.seconds(job) for matmul in (*products, *gradients)})
-    f.add(element_rate=reached_bytes_per_s(job), score_bytes=fitted.score_bytes)
-    f.add(score_bytes_I=fitted.score_bytes_backward)
+    speed = job.stack.speed.on(job.cluster.accelerator.die)
+    f.add(score_bytes=fitted.score_bytes, score_bytes_I=fitted.score_bytes_backward)
+    f.add(element_rate=reached_bytes_per_s(job), kernel_share=speed.kernel_share)
+    fused_rate = f.element_rate / f.kernel_share
     forward = plus(*(f[product.name] for product in products))
     backward = plus(*(f[product.for_input.name] + f[product.for_weight.name] for product in products))
     scores = f.T * f.s * (f.heads / f.tp)
     return "stored scores; cost/calibration.toml", [
-        forward + f.score_bytes * scores / f.element_rate,
-        backward + f.score_bytes_I * scores / f.element_rate,
+        forward + f.score_bytes * scores / fused_rate,
+        backward + f.score_bytes_I * scores / fused_rate,
     ]

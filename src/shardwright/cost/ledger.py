@@ -312,6 +312,7 @@ _SYMBOLS = (
     ("token_shards", "", "parts of a sequence between matmuls: tp with sequence parallelism, else 1"),
     ("accelerators nodes", "", "of the cluster"),
     ("h heads kv_heads c qk_dim", "", "d_model; heads of queries, of keys; width of a head of values, of keys"),
+    ("kernel_width", "", "width of a head in the attention kernel, with its padding"),
     ("V vocabulary_rows", "", "vocabulary; its rows on a rank"),
     ("n_layers layers n_experts top_k", "", "layers of the model with its MTP modules, of a rank; experts of a layer, "
      "of a token"),

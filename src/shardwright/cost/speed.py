@@ -6,7 +6,7 @@ bits, inputs read and outputs written; they follow from the kernels into which a
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import ceil, inf
 from typing import Any, Literal
 
 from shardwright.cost.calibration import CALIBRATED, OTHERS, Calibration
@@ -68,14 +68,16 @@ class Speed:
     1.4 times the rate of 2023; later kernels reach more (FlashAttention-3, arXiv 2407.08608, figure 5).
 
     Host: `launch_s`: seconds to launch all kernels of one layer forward; `launch_backward`: the same backward, relative
-    to it; `adds_launches`: launches take the time of the device itself, since it is the host; then `head_launches`:
+    to it; `adds_launches`: launches take the time of the device itself, since it is the host, or since the host waits
+    for each kernel (CUDA_LAUNCH_BLOCKING); then `head_launches`:
     launches of embedding, head and loss relative to a layer; `step_s`: overhead of a step; `bucket_s`: to gather or
     reduce the parameters of a message, beyond the collective; `part_s`: to copy a rank's part of a gathered tensor to
     its place, if each is copied alone. `in_step`: by kind of work, the time of its messages in a step relative to their
     time alone (1 if absent); computation on the same processor slows them down.
 
-    `attention`: the kernel of `ATTENTION` whose rate replaces `flash_gain` on the dies listed there; empty: the stack's
-    own. `attention_share`: fraction of the rate in 16 bits that a kernel reaches; 0: `flash_gain` times the fitted one.
+    `attention`: the kernel of `ATTENTION` whose rate replaces `flash_gain` on the dies listed there, and which computes
+    heads of `kernel_width`; empty: the stack's own. `attention_share`: fraction of the rate in 16 bits that a kernel
+    reaches; 0: `flash_gain` times the fitted one.
     `latent_gain`: rate with latent attention, whose heads are wider for keys than for values, relative to other heads.
     `graphs`: parts of a step that are replayed as CUDA graphs, whose launches the host does not repeat: "none",
     "blocks" (a layer, without its experts), "step" (experts too). `gathers_casts`: ZeRO gathers weights in the format
@@ -158,6 +160,13 @@ class Speed:
         given |= kernel.get(die, kernel.get(OTHERS, {}))
         return replace(self, **given) if given else self
 
+    def kernel_width(self, width: float) -> float:
+        """Return the width to which the attention kernel pads a head of `width` elements: FlashAttention-1 to 32, 64 or
+        128 (`run_fmha_fwd`), FlashAttention-2 to a multiple of 32 (`HEADDIM_SWITCH`). Others are assumed not to pad."""
+        if self.attention == "fa1":
+            return next((padded for padded in (32.0, 64.0, 128.0) if width <= padded), width)
+        return ceil(width / 32) * 32.0 if self.attention in ("fa2", "flash-attn") else width
+
     def calibrated(self, by: Calibration) -> "Speed":
         """Return this stack with its fitted numbers."""
         fitted: dict[str, Any] = {**by.host, **by.stacks.get(self.kind, {})}
@@ -217,8 +226,22 @@ attention's heads of 192 and 128, and 0.90 and none on H200.
 AMPERE = {"a100-80gb": ATTENTION["fa2"]["a100-80gb"]}
 """Rates of today's PyTorch on A100: FlashAttention-2."""
 MEGATRON = Speed(
-    kind="megatron", hides_dp=False, blocking_sends=True, scatters_messages=True, loss_bytes=30.0, bucket_elements=inf
+    kind="megatron",
+    hides_dp=False,
+    blocking_sends=True,
+    scatters_messages=True,
+    rope_bytes=20.0,
+    loss_bytes=30.0,
+    bucket_elements=inf,
 ).calibrated(CALIBRATED)
+"""Rotary embedding in eager kernels: two products (8 bytes an element), a negated half (2), a concatenation (4) and a
+sum (6)."""
+SCRIPTED_ROPE_BYTES = 12.0
+"""`rope_bytes` in fp16, where TorchScript fuses the products and the sum of Megatron-DeepSpeed and GPT-NeoX: 6 bytes an
+element, a negated half (2) and a concatenation (4). In bf16 it does not (`apply_rotary_pos_emb_torch` there)."""
+PACKED_HEADS_BYTES = 28.0
+"""`heads_bytes` of GPT-NeoX with fused attention: queries, keys and values are copied from [s, b] to [b, s] and
+concatenated (8 bytes an element each), and the output is copied back (4)."""
 MEGATRON_CORE = Speed(
     kind="megatron-core",
     hides_tp_backward=True,
@@ -245,6 +268,9 @@ FSDP = Speed(
 """Eager kernels. An RMSNorm in 16 bits is a cast to fp32 (6 bytes an element), a square (8), a mean (4), a product with
 the reciprocal root (8), a cast (6) and a product with the weight (4). `nn.RMSNorm` of PyTorch 2.9 and later is one
 kernel, as a LayerNorm is (column `fused_norms` of a table of runs)."""
+GPT_NEOX = replace(MEGATRON, kernel_share=FSDP.kernel_share, residual_bytes=10.0, gated_bytes=10.0)
+"""Eager kernels, also of a residual addition: a bias (4 bytes an element) and a sum (6). Ignored: with parallel
+branches their outputs are reduced over tp together."""
 NANOTRON = replace(
     FSDP,
     kind="nanotron",

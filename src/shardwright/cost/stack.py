@@ -191,6 +191,12 @@ MEGATRON = Stack(
     dropout_masks=True,
     vocabulary_multiple=128,
 )
+GPT_NEOX = replace(
+    MEGATRON,
+    name="gpt-neox",
+    about="GPT-NeoX: Megatron's parallelism on DeepSpeed, most kernels eager",
+    speed=speed.GPT_NEOX,
+)
 MEGATRON_CORE = Stack(
     speed=speed.MEGATRON_CORE,
     name="megatron-core",
@@ -277,6 +283,7 @@ STACKS = {
         SHARDWRIGHT,
         SHARDWRIGHT_COMPILED,
         MEGATRON,
+        GPT_NEOX,
         MEGATRON_CORE,
         MEGATRON_CORE_FUSED_LOSS,
         FSDP,

@@ -14,6 +14,7 @@ from shardwright.cost.step import StepTime, step_time
 from shardwright.planner.error_summary import ComparedRow, ErrorSummary, summary
 from shardwright.planner.headline import interval_s
 from shardwright.planner.measured_run import PredictableRun, SkippedRun
+from shardwright.planner.operations import Operations
 from shardwright.planner.runs import read_runs
 from shardwright.planner.whole_run import TrainingGoal, WholeRun, whole_run
 from shardwright.system.errors import InputError
@@ -158,8 +159,7 @@ def _predict(run: PredictableRun) -> PredictedRun | SkippedRun:
             seconds, interval = _predicted(run, CALIBRATED)
             measured = run.measured.step_time_s is not None
             unseen = _predicted(run, left_out) if measured else (None, None)
-            tokens = run.measured.tokens
-            whole = None if tokens is None else whole_run(run.job, seconds, interval, TrainingGoal(tokens))
+            whole = _whole_run(run, seconds, interval)
             row = PredictedRun(run, seconds, interval, run.predicted_peak_gib(), unseen[0], unseen[1], whole)
     except InputError as error:
         return SkippedRun(run.row, run.measured, error.problems[0])
@@ -167,6 +167,14 @@ def _predict(run: PredictableRun) -> PredictedRun | SkippedRun:
         if value is not None and not 0 < value < inf:
             return SkippedRun(run.row, run.measured, f"predicted {what} of {value}: the sizes are out of range")
     return row
+
+
+def _whole_run(run: PredictableRun, step_s: float, interval_s: tuple[float, float]) -> WholeRun | None:
+    """Return the whole run of a row with tokens."""
+    if run.measured.tokens is None:
+        return None
+    operations = Operations(save_every=run.measured.save_every)
+    return whole_run(run.job, step_s, interval_s, TrainingGoal(run.measured.tokens, operations=operations))
 
 
 def _summary(group: str, quantity: str, rows: Sequence[PredictedRun]) -> PlanErrorSummary | None:

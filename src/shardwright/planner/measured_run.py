@@ -10,7 +10,7 @@ from shardwright.cost.formats import FORMATS
 from shardwright.cost.hardware import accelerator
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.recompute import FOREIGN_PARTS
-from shardwright.cost.speed import ATTENTION, MEGATRON_CORE
+from shardwright.cost.speed import ATTENTION, MEGATRON_CORE, PACKED_HEADS_BYTES, SCRIPTED_ROPE_BYTES
 from shardwright.cost.stack import STACKS, Stack
 from shardwright.layout.layout import Layout
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
@@ -34,6 +34,9 @@ PARTS = {"core_attn": "attention", "mla_up_proj": "mla_up", "layernorm": "norms"
     name: name for name in FOREIGN_PARTS
 }
 """Modules that Megatron-Core recomputes, and their names in `layout.recompute_modules` or `cost.recompute`."""
+DEEPSPEED = ("deepspeed", "gpt-neox")
+OF_MEGATRON = ("megatron", *DEEPSPEED)
+"""Stacks with the kernels of Megatron-LM of 2022."""
 PYTORCH = ("fsdp", "fsdp-compiled", "automodel")
 """Stacks whose optimizer is PyTorch's AdamW, whose moments have the type of the weights that it updates."""
 FLEX_SINCE = "2026"
@@ -222,6 +225,7 @@ def _model(row: MeasuredRun) -> ModelSpec:
         norm="rmsnorm" if row.gated else "layernorm",
         activation="swiglu" if row.gated else "gelu_tanh",
         positions="learned" if row.positions == "learned" else "rope",
+        rope_fraction=row.rotary_fraction,
         bias=row.bias,
         qk_norm=row.qk_norm,
         tied_embedding=row.tied,
@@ -243,13 +247,17 @@ def stack_of(row: MeasuredRun, die: str) -> Stack:
         speed = replace(speed, rmsnorm_bytes=speed.norm_bytes)
     if row.flash is not None:
         stack = replace(stack, flash_attention=row.flash)
+    if row.stack in DEEPSPEED and row.precision == "fp16":
+        speed = replace(speed, rope_bytes=SCRIPTED_ROPE_BYTES)
+    if row.stack == "gpt-neox" and stack.flash_attention:
+        speed = replace(speed, heads_bytes=PACKED_HEADS_BYTES)
     if row.grad_dtype is not None:
         speed = replace(speed, reduce_bytes=ELEMENT_BYTES[row.grad_dtype])
         stack = replace(stack, reduced_bytes=ELEMENT_BYTES[row.grad_dtype])
-    if row.grad_dtype == "fp32" and row.stack in ("megatron", "deepspeed"):
+    if row.grad_dtype == "fp32" and row.stack in OF_MEGATRON:
         # The gradient of each micro-batch is written in 16 bits, read, and added to a sum in fp32. DeepSpeed's
         # BF16_Optimizer writes and reads a copy in fp32 before it adds (update_hp_grads), and all-reduces the sums.
-        deepspeed = row.stack == "deepspeed" and row.precision == "bf16"
+        deepspeed = row.stack in DEEPSPEED and row.precision == "bf16"
         speed = replace(speed, sum_bytes=20.0 if deepspeed else 12.0)
         stack = replace(stack, sums_whole=deepspeed)
     if row.optimizer_dtype is not None:
@@ -260,6 +268,8 @@ def stack_of(row: MeasuredRun, die: str) -> Stack:
         speed = replace(speed, hides_tp=row.overlap_tp)
     if _overlaps_experts(row) if row.overlap_ep is None else row.overlap_ep:
         speed = replace(speed, hides_experts=True, groups_matmuls=True)
+    if row.blocking_launches:
+        speed = replace(speed, adds_launches=True)
     if row.bucket_parameters is not None:
         speed = replace(speed, bucket_elements=float(row.bucket_parameters), bucket_stated=True)
     if row.overlap_dp is not None:
@@ -319,7 +329,7 @@ def _attention(row: MeasuredRun, die: str) -> str:
         return "cudnn-mxfp8"
     if row.stack == "megatron-core" and die == "h100" and row.date and _month(row.date) < CUDNN_9_SINCE:
         return "flash-attn"
-    if row.stack in ("megatron", "deepspeed") and row.flash and die == "a100-80gb":
+    if row.stack in OF_MEGATRON and row.flash and die == "a100-80gb":
         return "fa1" if row.date < FLASH_2_SINCE else "fa2"
     if row.stack == "fsdp-compiled" or (row.stack == "fsdp" and row.date >= "2024"):
         return "cudnn" if die in ATTENTION["fa3"] and row.date >= CUDNN_SINCE else "fa2"

@@ -146,6 +146,9 @@ class MeasuredRun:
     qk_norm: bool = flag_column(
         "1: queries and keys of each head have an RMSNorm (Qwen3). Empty: 0", empty=False, optional=True
     )
+    rotary_fraction: float = decimal_column(
+        "part of a head that is rotated. Empty: 1", 0.01, 1, empty=1.0, optional=True
+    )
     dropout: float = decimal_column("probability. Empty: 0", 0, 0.99, empty=0.0)
     window: int | None = whole_column("tokens of sliding-window attention. Empty: none", 10_000_000)
     windowed_layers: int | None = whole_column("layers that have it", 1000)
@@ -182,8 +185,10 @@ class MeasuredRun:
 
     stack: str = choice_column(
         "training software: megatron is Megatron-LM to 2022, megatron-core what came after, deepspeed "
-        "Megatron-DeepSpeed, fsdp PyTorch FSDP in eager mode, automodel FSDP2 with Transformer Engine's kernels",
-        *("megatron", "megatron-core", "deepspeed", "fsdp", "fsdp-compiled", "nanotron", "automodel", "other"),
+        "Megatron-DeepSpeed, gpt-neox GPT-NeoX, fsdp PyTorch FSDP in eager mode, automodel FSDP2 with Transformer "
+        "Engine's kernels",
+        *("megatron", "megatron-core", "deepspeed", "gpt-neox", "fsdp", "fsdp-compiled", "nanotron", "automodel"),
+        "other",
         needed="usable",
     )
     te: bool | None = flag_column("1: kernels of Transformer Engine or equal ones; not used")
@@ -208,6 +213,9 @@ class MeasuredRun:
         "accelerator and date",
         *("none", "blocks", "step"),
         optional=True,
+    )
+    blocking_launches: bool = flag_column(
+        "1: the host waits for each kernel (CUDA_LAUNCH_BLOCKING). Empty: 0", empty=False, optional=True
     )
     fused_norms: bool | None = flag_column(
         "1: an RMSNorm is one kernel; 0: a kernel for each of its operations, as in eager mode where a norm is written "
@@ -323,6 +331,9 @@ class MeasuredRun:
     peak_mem_from: str = choice_column("taken by tensors, or by the allocator", "allocated", "reserved", needed="peak")
     peak_mem_rank: str = choice_column("whose peak, by its rank of pp", "most", "first", "last", needed="peak")
     tokens: float | None = decimal_column("tokens of the whole run", 1, 10**15, optional=True)
+    save_every: int | None = whole_column(
+        "steps between checkpoints of the whole run. Empty: the best interval", 10**9, optional=True
+    )
     days: float | None = decimal_column(
         "days of the whole run, with its interruptions; accelerator-hours / accelerators / 24 where hours were "
         "published",

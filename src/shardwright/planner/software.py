@@ -13,8 +13,8 @@ from shardwright.planner.run_columns import MeasuredRun, columns
 from shardwright.system.errors import InputError, nearest
 
 KEYS = (
-    *("date", "flash", "attention", "fused_loss", "fused_norms", "cuda_graphs", "gather_dtype", "bucket_parameters"),
-    *("overlap_tp", "overlap_dp", "overlap_ep", "moe_dispatch", "grad_dtype", "optimizer_dtype"),
+    *("date", "flash", "attention", "fused_loss", "fused_norms", "cuda_graphs", "blocking_launches", "gather_dtype"),
+    *("bucket_parameters", "overlap_tp", "overlap_dp", "overlap_ep", "moe_dispatch", "grad_dtype", "optimizer_dtype"),
     *("master_dtype", "whole_gradients", "whole_logits", "tp_by_matrix", "logit_peak_bytes"),
 )
 """The columns that describe software alone."""

@@ -29,6 +29,33 @@ SCALE: dict[str, AnyBug] = {
         Mutation(f"{_COST}.data_messages:stage_collectives", "zero == 1 and job.stack.sums_whole", "False"),
         _STEP + "test_the_bf16_optimizer_of_deepspeed_all_reduces_sums_in_fp32",
     ),
+    "FlashAttention-1 computes heads of 80 without padding": UnitBug(
+        Mutation(f"{_COST}.speed:Speed.kernel_width", "(32.0, 64.0, 128.0)", "(32.0, 64.0, 80.0, 128.0)"),
+        "tests/cost/test_matmuls.py:test_a_kernel_that_pads_heads_takes_the_time_of_the_padded_width",
+        given=("fa1", {80: 128}),
+    ),
+    "FlashAttention-2 computes heads of 80 without padding": UnitBug(
+        Mutation(f"{_COST}.speed:Speed.kernel_width", "ceil(width / 32) * 32.0", "width"),
+        "tests/cost/test_matmuls.py:test_a_kernel_that_pads_heads_takes_the_time_of_the_padded_width",
+        given=("fa2", {80: 96}),
+    ),
+    "stored scores have the rate of eager kernels": UnitBug(
+        Mutation(f"{_COST}.attention:_stored", "f.element_rate / f.kernel_share", "f.element_rate"),
+        _SOFTWARE + "test_stored_scores_have_the_rate_of_fused_kernels_in_eager_stacks_too",
+    ),
+    "a host that waits for each kernel launches beside the kernels": UnitBug(
+        Mutation("shardwright.planner.measured_run:stack_of", "replace(speed, adds_launches=True)", "speed"),
+        _SOFTWARE + "test_a_host_that_waits_for_each_kernel_adds_all_launches_to_a_step",
+    ),
+    "GPT-NeoX copies no heads round fused attention": UnitBug(
+        Mutation("shardwright.planner.measured_run:stack_of", "PACKED_HEADS_BYTES", "4.0"),
+        _SOFTWARE + "test_eager_kernels_of_megatron_deepspeed_and_gpt_neox_move_the_bytes_of_their_source",
+        given=("gpt-neox,flash=1", 20, 10, 28, 10),
+    ),
+    "a published run saves at the best interval, whatever it states": UnitBug(
+        Mutation("shardwright.planner.evaluate:_whole_run", "run.measured.save_every", "None"),
+        "tests/planner/test_whole_run.py:test_a_published_run_loses_the_work_since_its_last_checkpoint",
+    ),
     "the plan copies gathered parameters in no step": UnitBug(
         Mutation(f"{_COST}.data_parallel:_exposed_s", "list(traffic.copies(int(zero)))", "[]"),
         "tests/cost/test_messages.py:test_fsdp2_copies_each_gathered_parameter_and_casts_each_gradient_into_its_message",
