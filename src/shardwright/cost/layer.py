@@ -177,15 +177,12 @@ def embedding(job: Job, candidates: Candidates) -> Passes:
 def _multiply(passes: Passes, job: Job, candidates: Candidates, matmuls: Iterable[Matmul]) -> None:
     """Add the matmuls with weights, forward and for both gradients. In formats of fewer than 16 bits their inputs are
     cast first. Inputs that are gathered over tp are cast before the gather if the format and the stack allow it, and
-    weights once a step if the casts are kept. Matmuls that overlap with the gather of their input, or of their result's
-    gradient, run in pieces."""
+    weights once a step if the casts are kept. A matmul whose result is reduced over tp meanwhile has fewer multiprocessors
+    (`Matmul.beside_reduction`)."""
     those = list(matmuls)
     trained = [matmul for matmul in those if not matmul.frozen]
-    forward, backward = those, [matmul.for_input for matmul in those]
-    if job.stack.speed.hides_tp:
-        forward = [matmul.while_gathered(matmul.input_shards) for matmul in those]
-        backward = [one.while_gathered(matmul.output_shards) for one, matmul in zip(backward, those, strict=True)]
-    in_each_pass = (forward, backward, [matmul.for_weight for matmul in trained])
+    forward = [matmul.beside_reduction(job) for matmul in those] if job.stack.speed.hides_tp else those
+    in_each_pass = (forward, [matmul.for_input for matmul in those], [matmul.for_weight for matmul in trained])
     seconds = (
         ledger.total(f"{MATMULS}, {name}", {matmul.name: matmul.seconds(job) for matmul in inside})
         for name, inside in zip("FIW", in_each_pass, strict=True)

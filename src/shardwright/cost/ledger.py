@@ -331,7 +331,7 @@ _SYMBOLS = (
     ("e e_input", "B", "of an element; of an element of a matmul's kept input"),
     ("M K N batch", "", "a matmul multiplies (M, K) by (K, N), batch times"),
     ("w0 k0", "", "waves that a matmul takes longer than its tiles; features in at which half of the rate is reached"),
-    ("multiprocessors", "", "of the accelerator"),
+    ("multiprocessors occupied", "", "of the accelerator; of these, while messages over tp are reduced on them"),
     ("peak_rate rate wide_rate element_rate", "FLOP/s, B/s", "of the data sheet; what matmuls reach, in fp32; what "
      "element-wise kernels reach"),
     ("bandwidth", "B/s", "of the accelerator's memory"),
