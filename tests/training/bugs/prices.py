@@ -54,15 +54,15 @@ SCALE: dict[str, AnyBug] = {
         Mutation(f"{_COST}.layer:dispatch", "job.stack.speed.interference", "0.0"),
         _STEP + "test_messages_of_experts_that_overlap_cost_their_exposed_part_and_the_slowdown",
     ),
-    "the plan runs matmuls beside the gather of their input over tp in one piece": UnitBug(
-        Mutation(f"{_COST}.layer:_multiply", "matmul.while_gathered(matmul.input_shards)", "matmul"),
-        _STEP + "test_matmuls_that_overlap_with_gathers_of_more_shards_than_streams_run_in_pieces",
-        given=(8, True, True),
+    "the plan computes on multiprocessors that reduce results over tp": UnitBug(
+        Mutation(f"{_COST}.layer:_multiply", "matmul.beside_reduction(job)", "matmul"),
+        _STEP + "test_matmuls_beside_a_reduction_over_tp_have_fewer_multiprocessors",
+        given=("h100", True, 16),
     ),
-    "the plan runs matmuls beside the gather of their result's gradient over tp in one piece": UnitBug(
-        Mutation(f"{_COST}.layer:_multiply", "one.while_gathered(matmul.output_shards)", "one"),
-        _STEP + "test_matmuls_that_overlap_with_gathers_of_more_shards_than_streams_run_in_pieces",
-        given=(8, True, True),
+    "the plan reduces results over tp on 16 multiprocessors of every accelerator": UnitBug(
+        Mutation(f"{_COST}.matmuls:Matmul.beside_reduction", "speed.on(job.cluster.accelerator.die)", "speed"),
+        _STEP + "test_matmuls_beside_a_reduction_over_tp_have_fewer_multiprocessors",
+        given=("b200", True, 1),
     ),
     "messages on a slow network slow computation all the time that they take": UnitBug(
         Mutation(
