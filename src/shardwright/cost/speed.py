@@ -259,13 +259,14 @@ NANOTRON = replace(
     rmsnorm_bytes=4.0,
     rope_bytes=4.0,
     flash_gain=FLASH_2,
-    by_die=AMPERE,
+    by_die={**AMPERE, "h100": ATTENTION["flash-attn"]["h100"]},
     hides_dp=False,
     hides_sums=True,
     blocking_sends=True,
     part_s=10e-6,
 )
-"""Nanotron's norms and rotary embedding are fused kernels (TritonRMSNorm, flash_attn's RotaryEmbedding). Without ZeRO
+"""Nanotron's norms and rotary embedding are fused kernels (TritonRMSNorm, flash_attn's RotaryEmbedding), and its
+attention is the package flash-attn (`flash_attn_varlen_func`), not PyTorch's own copy of FlashAttention-2. Without ZeRO
 PyTorch's DistributedDataParallel overlaps the all-reduces of gradients with the backward pass. ZeRO-1 gathers
 all weights in one message, and its host copies the part of each rank of each tensor alone (`all_gather_coalesced`).
 A copy takes PyTorch 4 us on a CPU, and about as much again to launch the kernel."""
