@@ -179,7 +179,7 @@ CUDNN_B200 = CALIBRATED.stacks["megatron-core"]["flash_gain"]
 
 
 def _gain(value: float) -> dict[str, float]:
-    return {"flash_gain": value}
+    return {"attention_share": 0.0, "flash_gain": value}
 
 
 def _share(value: float) -> dict[str, float]:
