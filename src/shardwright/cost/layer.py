@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from shardwright.cost import activations, ledger, recompute
-from shardwright.cost.attention import attend
+from shardwright.cost.attention import UNFUSED_LAUNCHES, attend, softmax_apart
 from shardwright.cost.blocks import BlockShape
 from shardwright.cost.collectives import all_gather, all_reduce, reduce_scatter
 from shardwright.cost.formats import FORMATS
@@ -353,8 +353,9 @@ def _launch(passes: Passes, job: Job, candidates: Candidates, block: BlockShape)
         return
     total_f, total_i, total_w = passes.totals
     in_two = candidates.kind.splits_backward and not speed.adds_launches
+    kernels = (job.calibration.expert_launches if block.experts else 1.0) * np.ones(len(candidates))
     f = Formulas(
-        "s", launch_s=speed.launch_s, kernels=job.calibration.expert_launches if block.experts else 1.0,
+        "s", launch_s=speed.launch_s, kernels=kernels + UNFUSED_LAUNCHES * softmax_apart(job, candidates),
         again=candidates.recompute == FULL, launch_backward=speed.launch_backward / (2 if in_two else 1),
         work_of_F=total_f, work_of_I=total_i, work_of_W=total_w,
     )  # fmt: skip

@@ -5,7 +5,7 @@ from tests.mutation import Mutation
 from tests.training.bugs.bug import AnyBug, UnitBug
 
 _COST, _STEP = "shardwright.cost", "tests/cost/test_step.py:"
-_SOFTWARE = "tests/planner/test_software.py:"
+_SOFTWARE, _MATMULS = "tests/planner/test_software.py:", "tests/cost/test_matmuls.py:"
 
 SCALE: dict[str, AnyBug] = {
     "the plan hides the reductions of FSDP in a pipeline in its last backward pass": UnitBug(
@@ -60,9 +60,23 @@ SCALE: dict[str, AnyBug] = {
         given=("h100", True, 16),
     ),
     "the plan reduces results over tp on 16 multiprocessors of every accelerator": UnitBug(
-        Mutation(f"{_COST}.matmuls:Matmul.beside_reduction", "speed.on(job.cluster.accelerator.die)", "speed"),
+        Mutation(
+            f"{_COST}.matmuls:Matmul.beside_reduction",
+            "job.stack.speed.on(job.cluster.accelerator.die)",
+            "job.stack.speed",
+        ),
         _STEP + "test_matmuls_beside_a_reduction_over_tp_have_fewer_multiprocessors",
         given=("b200", True, 1),
+    ),
+    "the plan fuses the softmax of any number of heads": UnitBug(
+        Mutation(f"{_COST}.attention:_stored", "np.any((apart := softmax_apart(job, candidates)))", "False"),
+        _MATMULS + "test_a_softmax_of_stored_scores_is_one_kernel_for_a_multiple_of_four_heads",
+        given=(1, "megatron", True),
+    ),
+    "the host launches the kernels of an unfused softmax in no time": UnitBug(
+        Mutation(f"{_COST}.layer:_launch", "kernels + UNFUSED_LAUNCHES * softmax_apart(job, candidates)", "kernels"),
+        _MATMULS + "test_a_softmax_of_stored_scores_is_one_kernel_for_a_multiple_of_four_heads",
+        given=(1, "megatron", True),
     ),
     "messages on a slow network slow computation all the time that they take": UnitBug(
         Mutation(
