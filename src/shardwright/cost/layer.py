@@ -177,8 +177,8 @@ def embedding(job: Job, candidates: Candidates) -> Passes:
 def _multiply(passes: Passes, job: Job, candidates: Candidates, matmuls: Iterable[Matmul]) -> None:
     """Add the matmuls with weights, forward and for both gradients. In formats of fewer than 16 bits their inputs are
     cast first. Inputs that are gathered over tp are cast before the gather if the format and the stack allow it, and
-    weights once a step if the casts are kept. A matmul whose result is reduced over tp meanwhile has fewer multiprocessors
-    (`Matmul.beside_reduction`)."""
+    weights once a step if the casts are kept. A matmul whose result is reduced over tp meanwhile has fewer
+    multiprocessors (`Matmul.beside_reduction`)."""
     those = list(matmuls)
     trained = [matmul for matmul in those if not matmul.frozen]
     forward = [matmul.beside_reduction(job) for matmul in those] if job.stack.speed.hides_tp else those

@@ -35,8 +35,8 @@ class Speed:
     is for logits in fp32, 16-bit logits add `loss_cast_bytes`, and 16-bit logits over tp add `loss_over_tp_bytes`.
 
     Overlap: `hides_tp_backward`: reductions over tp overlap with the weight gradients; `hides_tp`: matmuls and
-    collectives are split into pieces that overlap; `reduces_on`: multiprocessors that then reduce the result of a matmul
-    over tp, and that the matmul does not use; `hides_dp`: data-parallel communication overlaps with the forward
+    collectives are split into pieces that overlap; `reduces_on`: multiprocessors that then reduce the result of a
+    matmul over tp, and that the matmul does not use; `hides_dp`: data-parallel communication overlaps with the forward
     and backward passes; `hides_sums`: the all-reduces of gradients without ZeRO do, even without `hides_dp`;
     `interference`: slowdown of the computation, as a fraction of the time of the communication
     that overlaps with it; `blocking_sends`: a rank of `pp` waits for its messages, and each takes `message_s` in
