@@ -62,9 +62,9 @@ class Matmul:
         )
 
     def beside_reduction(self, job: Job) -> "Matmul":
-        """Return the matmul as it runs while its result is reduced over tp, on the multiprocessors that are left. Matmuls
-        whose input is gathered meanwhile run at the full rate: the copy engines send, and each piece waits
-        for its own rows alone, in one of several streams, so a piece starts in the last wave of another piece
+        """Return the matmul as it runs while its result is reduced over tp, on the multiprocessors that are left.
+        Matmuls whose input is gathered meanwhile run at the full rate: the copy engines send, and each piece waits for
+        its own rows alone, in one of several streams, so a piece starts in the last wave of another piece
         (`split_overlap_ag` of Transformer Engine)."""
         occupied = job.stack.speed.on(job.cluster.accelerator.die).reduces_on
         return replace(self, occupied=np.where(np.asarray(self.output_shards) > 1, occupied, 0)) if occupied else self
