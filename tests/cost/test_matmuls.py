@@ -15,6 +15,7 @@ from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Candidates
 from shardwright.cost.layer import layer
 from shardwright.cost.matmuls import Matmul, head_matmul, layer_matmuls, reached_flops_per_s
+from shardwright.cost.passes import reached_bytes_per_s
 from shardwright.cost.stack import STACKS
 from shardwright.layout.layout import Layout
 from shardwright.model.presets import PRESETS
@@ -205,6 +206,29 @@ def test_flash_attention_2_on_a100_has_the_published_gain_with_every_stack_of_to
 def test_rates_of_flash_attention_2_grow_with_width_and_length_as_the_formula_says(die: str, share: float):
     for found in shares(die, "FlashAttention-2", width=20, length=320).values():
         assert found == pytest.approx(share, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("microbatch", "stack", "apart"), [(1, "megatron", True), (2, "megatron", False), (1, "megatron-core", False)]
+)
+def test_a_softmax_of_stored_scores_is_one_kernel_for_a_multiple_of_four_heads(
+    microbatch: int, stack: str, apart: bool
+):
+    """A rank has 2 heads. The host needs a second for the kernels of a fused layer, longer than all of its work."""
+    the_job = job(stack=STACKS[stack])
+    hosted = replace(the_job, stack=replace(STACKS[stack], speed=replace(STACKS[stack].speed, launch_s=1.0)))
+    of, (block,) = candidates(tp=16, dp_shard=4, micro_batch=microbatch), blocks(the_job.model)
+    found, bound = layer(the_job, of, block), layer(hosted, of, block)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("shardwright.cost.attention.SOFTMAX_TOGETHER", 1)
+        fused = layer(the_job, of, block)
+    scores = microbatch * 2 * 4096**2
+    for name, n_bytes in (("F", 33), ("I", 34)):
+        longer = float((found.parts[name]["attention"] - fused.parts[name]["attention"])[0])
+        assert longer == pytest.approx(apart * n_bytes * scores / float(reached_bytes_per_s(the_job)), rel=1e-6)
+    backward = STACKS[stack].speed.launch_backward
+    assert float(bound.totals[0][0]) == pytest.approx(1 + 0.25 * apart)
+    assert float((bound.totals[1] + bound.totals[2])[0]) == pytest.approx(backward * (1 + 0.25 * apart))
 
 
 def test_casts_move_the_bytes_of_the_recipe():

@@ -16,6 +16,7 @@ from shardwright.cost.hardware import Cluster
 from shardwright.cost.idle import MOST_SIMULATED, StageTimes, busy, ends, makespans
 from shardwright.cost.job import FULL, SELECTIVE, Candidates, Job
 from shardwright.cost.layer import layer
+from shardwright.cost.matmuls import layer_matmuls
 from shardwright.cost.pipeline import stages
 from shardwright.cost.rank_parameters import rank_parameters
 from shardwright.cost.speed import MATMULS, Speed
@@ -256,27 +257,32 @@ def test_the_bf16_optimizer_of_deepspeed_all_reduces_sums_in_fp32():
     assert (megatron.speed.sum_bytes, deepspeed.speed.sum_bytes) == (12, 20)
 
 
-@pytest.mark.parametrize(("tp", "on_shards", "longer"), [(8, True, True), (2, True, False), (8, False, False)])
-def test_matmuls_that_overlap_with_gathers_of_more_shards_than_streams_run_in_pieces(
-    tp: int, on_shards: bool, longer: bool
-):
+@pytest.mark.parametrize(("chip", "on_shards", "busy"), [("h100", True, 16), ("b200", True, 1), ("h100", False, 0)])
+def test_matmuls_beside_a_reduction_over_tp_have_fewer_multiprocessors(chip: str, on_shards: bool, busy: int):
+    """F has fewer for the matmuls that tp splits by rows; those beside a gather, in F and in I, keep all of them."""
     spec, stack = resolve("llama-3.1-8b"), STACKS["megatron-core"]
-    of = candidates(tp=tp, dp_shard=64 // tp, zero=1, sequence_parallel=[on_shards])
-    whole, pieces = (
-        layer(job(model=spec, stack=replace(stack, speed=replace(stack.speed, hides_tp=hides))), of, *blocks(spec))
+    layout = candidates(tp=8, dp_shard=8, zero=1, sequence_parallel=[on_shards])
+    alone, beside = (
+        job(spec, f"{chip}:64", stack=replace(stack, speed=replace(stack.speed, hides_tp=hides)))
         for hides in (False, True)
     )
-    mixture, alone = resolve("mixtral-8x7b"), candidates(tp=tp, ep=8, dp_shard=64 // tp, zero=1)
-    grouped = replace(stack, speed=replace(stack.speed, groups_matmuls=True))
-    if tp == 2:  # no gather has more shards than streams: experts stay one kernel
-        experts = [
-            layer(job(model=mixture, stack=replace(grouped, speed=replace(grouped.speed, hides_tp=hides))), alone,
-                  *blocks(mixture)).forward[MATMULS][0] for hides in (False, True)
-        ]  # fmt: skip
-        assert experts[0] == experts[1]
-    for name in "FIW":
-        before, after = (float(one.parts[name][MATMULS][0]) for one in (whole, pieces))
-        assert (after > 1.02 * before) if longer and name != "W" else (after == pytest.approx(before)), name
+    before, after = (layer(one, layout, *blocks(spec)) for one in (alone, beside))
+    of = alone.cluster
+    chips = of.accelerator.multiprocessors
+    fewer = replace(of, accelerator=replace(of.accelerator, multiprocessors=chips - busy))
+    by_rows = [
+        matmul
+        for matmul in layer_matmuls(alone, layout, *blocks(spec), layout.tokens(alone.seq_len))
+        if np.any(np.asarray(matmul.output_shards) > 1)
+    ]
+    assert len(by_rows) == 2 * on_shards
+    longer = sum(
+        float((matmul.seconds(replace(alone, cluster=fewer)) * chips / (chips - busy) - matmul.seconds(alone))[0])
+        for matmul in by_rows
+    )
+    for name, expected in (("F", longer), ("I", 0.0), ("W", 0.0)):
+        seconds, added = (float(one.parts[name][MATMULS][0]) for one in (before, after))
+        assert added - seconds == pytest.approx(expected, rel=1e-6, abs=1e-12), name
 
 
 def test_messages_of_experts_that_overlap_cost_their_exposed_part_and_the_slowdown():

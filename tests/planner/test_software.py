@@ -47,6 +47,7 @@ def test_software_without_a_date_is_the_newest():
     assert seconds("fsdp-compiled,date=2025") == seconds("fsdp-compiled,attention=fa2") > seconds("fsdp-compiled")
     before_cudnn = seconds("megatron-core,date=2024-05")
     assert before_cudnn == seconds("megatron-core,attention=flash-attn") > seconds("megatron-core,date=2024-06")
+    assert seconds("nanotron") == seconds("nanotron,attention=flash-attn") < seconds("nanotron,attention=fa2")
     assert seconds("megatron-core", hardware="b200:8") == seconds("megatron-core,cuda_graphs=step", hardware="b200:8")
     assert seconds("fsdp") == seconds("fsdp,fused_norms=1") == seconds("fsdp,fused_norms=1,date=2026")
     assert seconds("fsdp,date=2025-09,attention=fa2") == seconds("fsdp,fused_norms=0,attention=fa2")

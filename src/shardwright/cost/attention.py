@@ -1,6 +1,7 @@
 """Seconds of the matmuls of attention: fused, with scores in memory some rows at a time, or with all scores stored."""
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwright.cost.blocks import BlockShape
 from shardwright.cost.job import Candidates, Floats, Job
@@ -21,6 +22,23 @@ quotient, hidden scores, square and difference (2 each), and its product with th
 ROW_FLOPS_BACKWARD = 2.5
 """FLOPs of attention, backward relative to forward: five matmuls, of scores again and of the gradients of
 probabilities, values, queries and keys, relative to two (`model.blocks`, `_dense_gradient`)."""
+
+SOFTMAX_TOGETHER = 4
+"""Megatron-LM's fused softmax computes the scores of this number of heads together (`is_kernel_available` of
+`fused_kernels`: heads of a rank times micro-batch)."""
+UNFUSED_BYTES, UNFUSED_BYTES_I = 33, 34
+"""Bytes that a softmax moves for a 16-bit score beyond the fused one. Forward: a cast to fp32 (6), a product (8), a
+mask (9), a softmax (8) and a cast (6), instead of 4. Backward: a cast (6), a softmax (12), a mask (8), a product (8)
+and a cast (6), instead of 6."""
+UNFUSED_LAUNCHES = 0.25
+"""Kernels of these five, less the fused one, relative to the 16 that launch a layer of Megatron-LM."""
+
+
+def softmax_apart(job: Job, candidates: Candidates) -> NDArray[np.bool_]:
+    """Return whether the softmax of stored scores is several kernels, (n,): the heads of a rank and a micro-batch are
+    no multiple of `SOFTMAX_TOGETHER`. Ignored: kernels of 2022 take no more than 2,048 tokens."""
+    heads = candidates.micro_batch * (job.model.n_heads // candidates.tp)
+    return np.asarray((heads % SOFTMAX_TOGETHER != 0) & (not job.stack.flash_attention))
 
 
 def attend(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, block: BlockShape) -> None:
@@ -132,7 +150,12 @@ def _stored(f: Formulas, job: Job, candidates: Candidates) -> tuple[str, list[Fl
     forward = plus(*(f[product.name] for product in products))
     backward = plus(*(f[product.for_input.name] + f[product.for_weight.name] for product in products))
     scores = f.T * f.s * (f.heads / f.tp)
+    moving, moving_I = f.score_bytes / fused_rate, f.score_bytes_I / fused_rate
+    if np.any(apart := softmax_apart(job, candidates)):
+        f.add(softmax_apart=apart.astype(int), unfused_bytes=UNFUSED_BYTES, unfused_bytes_I=UNFUSED_BYTES_I)
+        moving = moving + f.softmax_apart * f.unfused_bytes / f.element_rate
+        moving_I = moving_I + f.softmax_apart * f.unfused_bytes_I / f.element_rate
     return "stored scores; cost/calibration.toml", [
-        forward + f.score_bytes * scores / fused_rate,
-        backward + f.score_bytes_I * scores / fused_rate,
+        forward + moving * scores,
+        backward + moving_I * scores,
     ]

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from shardwright.cost import activations, ledger, recompute
-from shardwright.cost.attention import attend
+from shardwright.cost.attention import UNFUSED_LAUNCHES, attend, softmax_apart
 from shardwright.cost.blocks import BlockShape
 from shardwright.cost.collectives import all_gather, all_reduce, reduce_scatter
 from shardwright.cost.formats import FORMATS
@@ -177,15 +177,12 @@ def embedding(job: Job, candidates: Candidates) -> Passes:
 def _multiply(passes: Passes, job: Job, candidates: Candidates, matmuls: Iterable[Matmul]) -> None:
     """Add the matmuls with weights, forward and for both gradients. In formats of fewer than 16 bits their inputs are
     cast first. Inputs that are gathered over tp are cast before the gather if the format and the stack allow it, and
-    weights once a step if the casts are kept. Matmuls that overlap with the gather of their input, or of their result's
-    gradient, run in pieces."""
+    weights once a step if the casts are kept. A matmul whose result is reduced over tp meanwhile has fewer
+    multiprocessors (`Matmul.beside_reduction`)."""
     those = list(matmuls)
     trained = [matmul for matmul in those if not matmul.frozen]
-    forward, backward = those, [matmul.for_input for matmul in those]
-    if job.stack.speed.hides_tp:
-        forward = [matmul.while_gathered(matmul.input_shards) for matmul in those]
-        backward = [one.while_gathered(matmul.output_shards) for one, matmul in zip(backward, those, strict=True)]
-    in_each_pass = (forward, backward, [matmul.for_weight for matmul in trained])
+    forward = [matmul.beside_reduction(job) for matmul in those] if job.stack.speed.hides_tp else those
+    in_each_pass = (forward, [matmul.for_input for matmul in those], [matmul.for_weight for matmul in trained])
     seconds = (
         ledger.total(f"{MATMULS}, {name}", {matmul.name: matmul.seconds(job) for matmul in inside})
         for name, inside in zip("FIW", in_each_pass, strict=True)
@@ -356,8 +353,9 @@ def _launch(passes: Passes, job: Job, candidates: Candidates, block: BlockShape)
         return
     total_f, total_i, total_w = passes.totals
     in_two = candidates.kind.splits_backward and not speed.adds_launches
+    kernels = (job.calibration.expert_launches if block.experts else 1.0) * np.ones(len(candidates))
     f = Formulas(
-        "s", launch_s=speed.launch_s, kernels=job.calibration.expert_launches if block.experts else 1.0,
+        "s", launch_s=speed.launch_s, kernels=kernels + UNFUSED_LAUNCHES * softmax_apart(job, candidates),
         again=candidates.recompute == FULL, launch_backward=speed.launch_backward / (2 if in_two else 1),
         work_of_F=total_f, work_of_I=total_i, work_of_W=total_w,
     )  # fmt: skip

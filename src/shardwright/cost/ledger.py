@@ -332,7 +332,7 @@ _SYMBOLS = (
     ("e e_input", "B", "of an element; of an element of a matmul's kept input"),
     ("M K N batch", "", "a matmul multiplies (M, K) by (K, N), batch times"),
     ("w0 k0", "", "waves that a matmul takes longer than its tiles; features in at which half of the rate is reached"),
-    ("multiprocessors", "", "of the accelerator"),
+    ("multiprocessors occupied", "", "of the accelerator; of these, while messages over tp are reduced on them"),
     ("peak_rate rate wide_rate element_rate", "FLOP/s, B/s", "of the data sheet; what matmuls reach, in fp32; what "
      "element-wise kernels reach"),
     ("bandwidth", "B/s", "of the accelerator's memory"),
@@ -400,6 +400,8 @@ _SYMBOLS = (
      "of a microbatch, for each stage of the rank"),
     ("rows_together keys_together sequences_together", "tokens, tokens, ", "whose scores are in memory together"),
     ("head_shards", "", "parts of the query heads, of which a rank computes one"),
+    ("softmax_apart unfused_bytes unfused_bytes_I", ", B, B", "1 if the softmax of stored scores is several kernels; "
+     "moved for each score beyond the fused one, forward and backward"),
     ("row_score_bytes row_score_bytes_I row_flops_I", "B, B, ", "moved for each score that is in memory, forward, "
      "backward; FLOPs of the backward pass of attention, relative to F"),
     ("scanned scan_numel", "", "elements a token of a scan of linear attention, with gradients on a rank; in one pass"),

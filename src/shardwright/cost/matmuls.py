@@ -20,17 +20,14 @@ TILE_ROWS, TILE_COLUMNS = 256, 128
 """The tile of a matmul's output that one multiprocessor computes at a time, in elements; as in cuBLAS for large
 matmuls."""
 
-PIECES_AT_ONCE = 3
-"""Pieces of a matmul that run at once, each in its own stream, where it overlaps with the gather of its rows over tp
-(`NVTE_COMM_OVERLAP_MAX_STREAMS` of Transformer Engine, `common/comm_gemm_overlap`). Ignored: PyTorch's has two."""
-
 
 @dataclass(frozen=True)
 class Matmul:
     """m, k, n, batch: arrays of shape (n,) or numbers. `precision`: of its inputs; by default the job's.
     `input_shards`, `output_shards`: ranks over which its input, and the gradient of its output, are token shards before
     they are gathered. `apart`: the matmuls of the batch are separate kernels, each with its last wave. `frozen`: its
-    weights have no gradient; `stored`: the type in which they are quantised."""
+    weights have no gradient; `stored`: the type in which they are quantised. `occupied`: multiprocessors that messages
+    occupy meanwhile."""
 
     name: str
     m: Floats | float
@@ -43,6 +40,7 @@ class Matmul:
     apart: bool = False
     frozen: bool = False
     stored: str = ""
+    occupied: Ints | int = 0
 
     @property
     def flops(self) -> Floats:
@@ -63,13 +61,13 @@ class Matmul:
             f"{self.name}, gradient of weight", self.k, self.m, self.n, self.batch, self.precision, apart=self.apart
         )
 
-    def while_gathered(self, shards: Ints | int) -> "Matmul":
-        """Return the matmul as the kernels that run while its rows are gathered from token shards. The rows of a shard
-        are a piece, and `PIECES_AT_ONCE` pieces together have one last wave. Rows of experts are not gathered."""
-        kernels = np.ceil(np.asarray(shards) / PIECES_AT_ONCE)
-        if np.any(np.asarray(self.batch) != 1) or np.all(kernels <= 1):
-            return self
-        return replace(self, m=self.m / kernels, batch=self.batch * kernels, apart=True)
+    def beside_reduction(self, job: Job) -> "Matmul":
+        """Return the matmul as it runs while its result is reduced over tp, on the multiprocessors that are left.
+        Matmuls whose input is gathered meanwhile run at the full rate: the copy engines send, and each piece waits for
+        its own rows alone, in one of several streams, so a piece starts in the last wave of another piece
+        (`split_overlap_ag` of Transformer Engine)."""
+        occupied = job.stack.speed.on(job.cluster.accelerator.die).reduces_on
+        return replace(self, occupied=np.where(np.asarray(self.output_shards) > 1, occupied, 0)) if occupied else self
 
     def seconds(self, job: Job) -> Floats:
         """Return time = max(flops / (peak share q), bytes / bandwidth) in seconds.
@@ -88,10 +86,14 @@ class Matmul:
             w0=fitted.partial_wave, k0=fitted.ramp_k, rate=reached_flops_per_s(job, self.precision or job.precision),
             e=job.element_bytes, bandwidth=chip.memory_bytes_per_s,
         )  # fmt: skip
+        processors, rate = f.multiprocessors, f.rate
+        if np.any(self.occupied):
+            f.add(occupied=self.occupied)
+            processors, rate = f.multiprocessors - f.occupied, f.rate * (1 - f.occupied / f.multiprocessors)
         tiles = np.maximum(f.M / TILE_ROWS, 0.25) * np.maximum(f.N / TILE_COLUMNS, 0.25)
-        w = f.let("w", (tiles if self.apart else tiles * f.batch) / f.multiprocessors)
+        w = f.let("w", (tiles if self.apart else tiles * f.batch) / processors)
         q = f.let("q", w / (w + f.w0) * (f.K / (f.K + f.k0)))
-        computing = 2 * f.M * f.K * f.N * f.batch / (f.rate * q)
+        computing = 2 * f.M * f.K * f.N * f.batch / (rate * q)
         moving = f.e * ((f.M * f.K + f.K * f.N + f.M * f.N) * f.batch) / f.bandwidth
         source = "tile and wave quantisation, NVIDIA's Matrix Multiplication Background"
         return f(self.name, np.maximum(computing, moving), source)

@@ -35,7 +35,8 @@ class Speed:
     is for logits in fp32, 16-bit logits add `loss_cast_bytes`, and 16-bit logits over tp add `loss_over_tp_bytes`.
 
     Overlap: `hides_tp_backward`: reductions over tp overlap with the weight gradients; `hides_tp`: matmuls and
-    collectives are split into pieces that overlap; `hides_dp`: data-parallel communication overlaps with the forward
+    collectives are split into pieces that overlap; `reduces_on`: multiprocessors that then reduce the result of a
+    matmul over tp, and that the matmul does not use; `hides_dp`: data-parallel communication overlaps with the forward
     and backward passes; `hides_sums`: the all-reduces of gradients without ZeRO do, even without `hides_dp`;
     `interference`: slowdown of the computation, as a fraction of the time of the communication
     that overlaps with it; `blocking_sends`: a rank of `pp` waits for its messages, and each takes `message_s` in
@@ -111,6 +112,7 @@ class Speed:
     loss_over_tp_bytes: float = 0.0
     hides_tp_backward: bool = False
     hides_tp: bool = False
+    reduces_on: int = 0
     hides_dp: bool = True
     hides_sums: bool = False
     interference: float = 0.2
@@ -186,7 +188,7 @@ CUDNN_B200 = CALIBRATED.stacks["megatron-core"]["flash_gain"]
 
 
 def _gain(value: float) -> dict[str, float]:
-    return {"flash_gain": value}
+    return {"attention_share": 0.0, "flash_gain": value}
 
 
 def _share(value: float) -> dict[str, float]:
@@ -246,6 +248,8 @@ MEGATRON_CORE = Speed(
     kind="megatron-core",
     hides_tp_backward=True,
     hides_tp=True,
+    reduces_on=16,
+    by_die={"b200": {"reduces_on": 1}},
     flash_gain=1.7,
     reduce_bytes=4.0,
     bucket_elements=4e7,
@@ -255,6 +259,9 @@ MEGATRON_CORE = Speed(
     waits_for_counts=True,
     sum_bytes=8.0,
 ).calibrated(CALIBRATED)
+"""Transformer Engine reduces the results of a layer's two row-parallel matmuls on 16 multiprocessors, and gives the
+matmuls the others (`pytorch/module/base.py`, method "pipeline"; NeMo's recipes for H100 state 8 to 24). Recipes for
+B200 use copy engines and 1 (`tp_overlap_configs/userbuffers.py`)."""
 FSDP = Speed(
     kind="fsdp",
     copies_parameters=True,
@@ -278,13 +285,14 @@ NANOTRON = replace(
     rmsnorm_bytes=4.0,
     rope_bytes=4.0,
     flash_gain=FLASH_2,
-    by_die=AMPERE,
+    by_die={**AMPERE, "h100": ATTENTION["flash-attn"]["h100"]},
     hides_dp=False,
     hides_sums=True,
     blocking_sends=True,
     part_s=10e-6,
 )
-"""Nanotron's norms and rotary embedding are fused kernels (TritonRMSNorm, flash_attn's RotaryEmbedding). Without ZeRO
+"""Nanotron's norms and rotary embedding are fused kernels (TritonRMSNorm, flash_attn's RotaryEmbedding), and its
+attention is the package flash-attn (`flash_attn_varlen_func`), not PyTorch's own copy of FlashAttention-2. Without ZeRO
 PyTorch's DistributedDataParallel overlaps the all-reduces of gradients with the backward pass. ZeRO-1 gathers
 all weights in one message, and its host copies the part of each rank of each tensor alone (`all_gather_coalesced`).
 A copy takes PyTorch 4 us on a CPU, and about as much again to launch the kernel."""

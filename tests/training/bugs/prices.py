@@ -5,7 +5,7 @@ from tests.mutation import Mutation
 from tests.training.bugs.bug import AnyBug, UnitBug
 
 _COST, _STEP = "shardwright.cost", "tests/cost/test_step.py:"
-_SOFTWARE = "tests/planner/test_software.py:"
+_SOFTWARE, _MATMULS = "tests/planner/test_software.py:", "tests/cost/test_matmuls.py:"
 
 SCALE: dict[str, AnyBug] = {
     "the plan hides the reductions of FSDP in a pipeline in its last backward pass": UnitBug(
@@ -81,15 +81,29 @@ SCALE: dict[str, AnyBug] = {
         Mutation(f"{_COST}.layer:dispatch", "job.stack.speed.interference", "0.0"),
         _STEP + "test_messages_of_experts_that_overlap_cost_their_exposed_part_and_the_slowdown",
     ),
-    "the plan runs matmuls beside the gather of their input over tp in one piece": UnitBug(
-        Mutation(f"{_COST}.layer:_multiply", "matmul.while_gathered(matmul.input_shards)", "matmul"),
-        _STEP + "test_matmuls_that_overlap_with_gathers_of_more_shards_than_streams_run_in_pieces",
-        given=(8, True, True),
+    "the plan computes on multiprocessors that reduce results over tp": UnitBug(
+        Mutation(f"{_COST}.layer:_multiply", "matmul.beside_reduction(job)", "matmul"),
+        _STEP + "test_matmuls_beside_a_reduction_over_tp_have_fewer_multiprocessors",
+        given=("h100", True, 16),
     ),
-    "the plan runs matmuls beside the gather of their result's gradient over tp in one piece": UnitBug(
-        Mutation(f"{_COST}.layer:_multiply", "one.while_gathered(matmul.output_shards)", "one"),
-        _STEP + "test_matmuls_that_overlap_with_gathers_of_more_shards_than_streams_run_in_pieces",
-        given=(8, True, True),
+    "the plan reduces results over tp on 16 multiprocessors of every accelerator": UnitBug(
+        Mutation(
+            f"{_COST}.matmuls:Matmul.beside_reduction",
+            "job.stack.speed.on(job.cluster.accelerator.die)",
+            "job.stack.speed",
+        ),
+        _STEP + "test_matmuls_beside_a_reduction_over_tp_have_fewer_multiprocessors",
+        given=("b200", True, 1),
+    ),
+    "the plan fuses the softmax of any number of heads": UnitBug(
+        Mutation(f"{_COST}.attention:_stored", "np.any((apart := softmax_apart(job, candidates)))", "False"),
+        _MATMULS + "test_a_softmax_of_stored_scores_is_one_kernel_for_a_multiple_of_four_heads",
+        given=(1, "megatron", True),
+    ),
+    "the host launches the kernels of an unfused softmax in no time": UnitBug(
+        Mutation(f"{_COST}.layer:_launch", "kernels + UNFUSED_LAUNCHES * softmax_apart(job, candidates)", "kernels"),
+        _MATMULS + "test_a_softmax_of_stored_scores_is_one_kernel_for_a_multiple_of_four_heads",
+        given=(1, "megatron", True),
     ),
     "messages on a slow network slow computation all the time that they take": UnitBug(
         Mutation(
