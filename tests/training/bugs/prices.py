@@ -21,6 +21,10 @@ SCALE: dict[str, AnyBug] = {
         Mutation(f"{_COST}.gradients:gathers_all", "not job.stack.reduces_after_pipelines", "True"),
         "tests/cost/test_memory.py:test_fsdp_in_a_pipeline_holds_a_whole_stage_since_backward_passes_free_no_layers",
     ),
+    "the plan keeps the input of a norm with an offset in 16 bits": UnitBug(
+        Mutation(f"{_COST}.job:Job.widens_norms", "self.stack.widens_norms", "False"),
+        "tests/cost/test_model_switches.py:test_norms_with_an_offset_cost_memory",
+    ),
     "an RMSNorm of PyTorch 2.9 takes the time of six kernels": UnitBug(
         Mutation("shardwright.planner.measured_run:stack_of", "speed.norm_bytes", "36.0"),
         "tests/planner/test_software.py:test_a_fused_rmsnorm_moves_the_bytes_of_a_layernorm",
