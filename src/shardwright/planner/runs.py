@@ -9,9 +9,9 @@ from shardwright.layout.layout import batch_divides
 from shardwright.planner.measured_run import PredictableRun, SkippedRun, prepared
 from shardwright.planner.run_columns import MeasuredRun, columns
 from shardwright.schedule.named import ONE_F_ONE_B
+from shardwright.split.rules import experts_problem
 from shardwright.system.errors import InputError, nearest
 from shardwright.system.files import read_csv, reason
-from shardwright.system.units import divisors
 
 LONGEST_QUOTE = 40
 FEW = 3
@@ -158,11 +158,8 @@ def _contradictions(row: MeasuredRun) -> Iterator[str]:
         yield f"attention={row.attention} with flash=0; valid: flash=1, or an empty attention"
     if row.sp and row.tp == 1:
         yield "sp=1 with tp=1; valid: 0"
-    if row.experts is None and row.ep > 1:
-        yield f"ep={row.ep} without experts; valid: 1"
-    if row.experts is not None and row.experts % row.ep:
-        valid = ", ".join(map(str, divisors(row.experts)))
-        yield f"ep={row.ep} does not divide {row.experts} experts; valid: {valid}"
+    if problem := experts_problem("ep", row.ep, row.experts or 0):
+        yield problem
     etp, stage = row.etp or row.tp, row.tp * row.cp * data_ranks
     if row.experts is not None and stage % (row.ep * etp):
         yield f"ep={row.ep} x etp {etp} does not divide tp x cp x data ranks = {stage}"

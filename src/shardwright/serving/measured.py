@@ -25,8 +25,9 @@ from shardwright.serving.engines import ENGINES, UNNAMED, ServingEngine, engine_
 from shardwright.serving.formats import CACHE_BYTES, FORMATS, computed_in
 from shardwright.serving.models import named
 from shardwright.serving.setting import Degrees
-from shardwright.split.rules import experts_divide
+from shardwright.split.rules import experts_problem
 from shardwright.system.errors import InputError
+from shardwright.system.units import division_problem
 
 METRICS = ("output_tokens_per_s", "total_tokens_per_s", "ttft_s", "tpot_s", "e2e_latency_s")
 """Metrics that a row may measure. Tokens per second are summed over all its accelerators."""
@@ -195,10 +196,13 @@ def _degrees(line: ServingTableRow, model: ModelSpec, assumed: list[str]) -> Deg
     if tp * pp * dp != n:
         raise InputError(f"tp {tp} x pp {pp} x dp {dp} = {tp * pp * dp}, not n_accelerators={n}")
     ep = line.ep or 1
-    if (tp * dp) % ep or not experts_divide(model, ep):
-        raise InputError(f"ep {ep} does not divide the {tp * dp} ranks and the experts of the model")
-    if model.n_heads % tp:
-        raise InputError(f"tp {tp} does not divide {model.n_heads} heads")
+    problems = (
+        experts_problem("ep", ep, model.n_experts),
+        division_problem("ep", ep, tp * dp, f"tp x dp = {tp * dp}", shown=False),
+        division_problem("tp", tp, model.n_heads, f"{model.n_heads} query heads"),
+    )
+    if broken := [problem for problem in problems if problem]:
+        raise InputError(*broken)
     return Degrees(tp, pp, dp, ep)
 
 
