@@ -147,7 +147,7 @@ def test_a_key_or_value_that_is_not_valid_is_answered_with_the_way_out(tmp_path:
         ),
         (
             ["model.preset=debug", "layout.dp_shard=2", "layout.zero=1", "layout.ep=2"],
-            "layout.ep=2 shards experts, and the model has none (model.moe); leave it out",
+            "layout.ep=2 shards experts, and the model has none; valid: 1",
         ),
         (
             ["layout.tp=2", "layout.sequence_parallel=false", "layout.ep=2"],

@@ -47,7 +47,6 @@ STEP: dict[str, dict[str, Any]] = {
 """Changes that make a step longer or shorter by 1e-5 or more."""
 FREE: dict[str, tuple[dict[str, Any], str]] = {
     "norm_eps": ({"norm_eps": 1e-3}, "a constant of a kernel"),
-    "norm_offset": ({"norm_offset": True}, "an addition to a vector of d_model elements"),
     "rope_theta": ({"rope_theta": 5e5}, "changes the values of a table"),
     "attention_scale": ({"attention_scale": 0.1}, "an argument of the kernel of attention"),
     "init_std": ({"init_std": 0.1}, "initial values alone"),
@@ -60,6 +59,7 @@ NEGLECTED = {
     "attention_sinks": "one score for each head and token",
     "attention_softcap": "a tanh of each score in the kernel; without one: tests/cost/test_activations.py",
     "temperature_interval": "changes the values of a table",
+    "norm_offset": "a cast of each norm's input and output, without torch.compile; its memory is priced",
 }
 """Keys whose operation costs time that the formulas leave out."""
 ELSEWHERE = {
@@ -113,6 +113,12 @@ def test_scaled_queries_cost_a_product_in_the_layers_that_do_not_rotate():
 @pytest.mark.parametrize("name", FREE)
 def test_a_key_that_costs_nothing_changes_neither_time_nor_memory(name: str):
     assert cost(replace(BASE, **FREE[name][0])) == pytest.approx(cost(BASE), rel=1e-5)
+
+
+def test_norms_with_an_offset_cost_memory():
+    offset = replace(BASE, norm_offset=True)
+    tokens, norms = 2 * 4096, 2 * BASE.n_layers + 1
+    assert cost(offset)[1] - cost(BASE)[1] == pytest.approx(1.01 * tokens * norms * BASE.d_model * 2, rel=1e-6)
 
 
 def test_a_chunked_loss_prices_the_soft_cap_of_logits_too():

@@ -38,6 +38,7 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "chunked loss": ("dense", "bf16", {"tp": 2, "loss_chunk_tokens": 24}),
     "ep and tp": ("mixture", "bf16", {"dp_shard": 2, "tp": 2, "ep": 4, "zero": 2}),
     "latent attention": ("latent", "bf16", {"tp": 2, "ep": 2}),
+    "norms with an offset": ("offset", "bf16", {"dp_shard": 2, "recompute": "selective"}),
     "gathered once a step": ("dense", "bf16", {"pp": 2, "dp_shard": 2}),
     "gathered each micro-batch": ("dense", "fp32", {"pp": 2, "dp_shard": 2, "zero_pp_gather": "microbatch"}),
     "pipeline of experts": ("mixture", "bf16", {"pp": 2, "dp_shard": 2, "ep": 2, "zero": 1}),

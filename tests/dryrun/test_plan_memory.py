@@ -37,7 +37,7 @@ PEAKS: dict[str, tuple[str, tuple[int, int, int], str, dict[str, Any]]] = {
     "tied embedding, one micro-batch": ("llama-3.2-1b", (1024, 4, 1), "bf16", {"dp_shard": 4, "zero": 1}),
     "tied embedding, zero 3": ("llama-3.2-1b", (1024, 8, 1), "fp32", {"dp_shard": 4, "zero": 3, "recompute": "full"}),
     "tied embedding of replicas": ("llama-3.2-1b", (1024, 4, 1), "bf16", {"dp_replicate": 4, "recompute": "full"}),
-    "soft cap of logits": ("gemma2-2b", (8192, 1, 1), "bf16", {}),
+    "soft cap of logits, and norms with an offset": ("gemma2-2b", (8192, 1, 1), "bf16", {}),
 }
 
 

@@ -29,7 +29,15 @@ LATENT = MIXTURE | {
     "latent_attention": {"kv_rank": 24, "q_rank": 16, "nope_dim": 16, "rope_dim": 8, "v_dim": 16},
 }
 LINEAR = DENSE | {"linear_attention": {"n_k_heads": 2, "n_v_heads": 4, "k_dim": 12, "v_dim": 16, "full_interval": 2}}
-MODELS = {"linear": LINEAR, "dense": DENSE, "mixture": MIXTURE, "latent": LATENT, "mtp": DENSE | {"mtp_modules": 1}}
+OFFSET = DENSE | {"norm_offset": True, "norm_position": "both", "qk_norm": True}
+MODELS = {
+    "linear": LINEAR,
+    "dense": DENSE,
+    "mixture": MIXTURE,
+    "latent": LATENT,
+    "mtp": DENSE | {"mtp_modules": 1},
+    "offset": OFFSET,
+}
 Counts = list[list[list[int]]]
 
 

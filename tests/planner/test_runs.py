@@ -109,7 +109,7 @@ def test_a_table_that_cannot_be_used_is_refused(tmp_path: Path, text: str | byte
         ({"global_batch": "5"}, "global_batch=5 is not a multiple of micro_batch 4 x 1 data ranks"),
         ({"accelerators": "16", "dp_shard": "2", "global_batch": "8"}, "zero=0 shards nothing over dp_shard=2"),
         ({"accelerators": "1", "tp": "1", "sp": "1"}, "sp=1 with tp=1; valid: 0"),
-        ({"ep": "2"}, "ep=2 without experts; valid: 1"),
+        ({"ep": "2"}, "ep=2 shards experts, and the model has none; valid: 1"),
         ({"virtual_stages": "2"}, "schedule=1f1b, virtual_stages=2 with pp=1"),
         ({"accelerators": "16", "pp": "2"}, "layer_split is empty"),
         ({"attention": "fa5"}, "attention='fa5': valid: fa1, fa2, fa3, fa4, cudnn, cudnn-fp8, cudnn-mxfp8, flash-attn"),

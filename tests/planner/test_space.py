@@ -174,3 +174,10 @@ def test_a_batch_that_no_layout_divides_is_refused_with_the_nearest(spec, size: 
     for batch in between:
         with pytest.raises(LayoutError):
             list(groups(replace(asked, global_batch=batch)))
+
+
+def test_no_loss_of_pairs_is_searched_in_chunks():
+    whole = job(SMALL, 2, 4, 16384)
+    chunked = {choice for choice in found(whole) if choice.layout.loss_chunk_tokens}
+    assert chunked
+    assert set(found(replace(whole, pairs=True))) == set(found(whole)) - chunked

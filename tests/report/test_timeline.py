@@ -16,7 +16,7 @@ from shardwright.schedule.actions import Action
 from shardwright.schedule.build import build
 from shardwright.schedule.simulate import Times, simulate
 from shardwright.system.errors import InputError
-from shardwright.training.timeline import KEPT_STEPS
+from shardwright.training.clock import KEPT_STEPS
 from tests.report.runs import (
     EPOCH_S,
     PIPELINE,

@@ -109,7 +109,12 @@ REFUSED = (
         "24,0,4096,1060,2048,512,24,1,",
         "cannot be partitioned into 24 equal parts",
     ),
-    (LLAMA, "1,1,1,1,1,2", "1,1,1,1,7,2", "ep=7 does not divide the 8 accelerators of a stage; ep=7 without experts"),
+    (
+        LLAMA,
+        "1,1,1,1,1,2",
+        "1,1,1,1,7,2",
+        "ep=7 does not divide the 8 accelerators of a stage; valid: 1, 2, 4, 8; ep=7 shards experts",
+    ),
     (DEEPSEEK, ",1,16,16,", ",1,1,48,", "tp x cp x pp = 48 does not divide 256 accelerators that train"),
     (LLAMA, ",0.6,,,,", ",0.6,,10,10,", "first_layers and last_layers with pp=2; valid: pp of 3 or more"),
     (LLAMA, ",0.6,,,,", ",0.6,,,10,", "first_layers= with last_layers=10; valid: both, or none"),

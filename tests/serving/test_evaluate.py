@@ -169,7 +169,7 @@ def test_every_problem_of_a_row_or_of_the_columns_is_told_at_once(tmp_path: Path
     [
         ({"model": "Nobody 3B"}, "model 'Nobody 3B' is not known"),
         ({"accelerator": "abacus"}, "accelerator 'abacus' is not known"),
-        ({"tp": "3", "n_accelerators": "3"}, "tp 3 does not divide 32 heads"),
+        ({"tp": "3", "n_accelerators": "3"}, "tp=3 does not divide 32 query heads (32 = 3*10 + 2)"),
         ({"tp": "2"}, "tp 2 x pp 1 x dp 1 = 2, not n_accelerators=1"),
         ({"accelerator": "A100-SXM4-80GB"}, "a100-80gb has no matmuls in fp8"),
         ({"precision_weights": "int3"}, "precision_weights='int3': valid: fp32, bf16"),

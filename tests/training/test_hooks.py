@@ -69,7 +69,7 @@ PARTS = {
     "log": ("training/run_log.py:RunLog",),
     "observers": ("parallel/observer.py:Observers",),
     "monitor": ("training/resilience/monitor.py:Monitor",),
-    "timeline": ("training/clock.py:StepTimeline", "training/timeline.py:TimelineFile"),
+    "timeline": ("training/clock.py:StepTimeline", "training/clock.py:TimelineFile"),
     "loop": ("training/loop.py:TrainLoop",),
     "saving": ("training/saving.py:SaveCheckpoints",),
 }

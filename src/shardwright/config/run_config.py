@@ -33,8 +33,8 @@ from shardwright.layout.layout import Layout, accumulation
 from shardwright.model.modules import FAMILIES
 from shardwright.model.number_formats import problems as fp8_problems
 from shardwright.model.spec import ModelSpec
+from shardwright.split.rules import pair_loss_problems, tp_divides
 from shardwright.split.rules import problems as split_problems
-from shardwright.split.rules import tp_divides
 from shardwright.split.stages import schedule_problems
 from shardwright.system.errors import ConfigError, LayoutError, collecting
 from shardwright.system.remote import REMOTE
@@ -330,20 +330,6 @@ def _preference_problems(
             f"cut; give every stage the same seq_len"
         )
     yield from pair_loss_problems(kind, spec, layout)
-
-
-def pair_loss_problems(kind: str, spec: ModelSpec | None, layout: Layout | None) -> Iterator[str]:
-    """Yield the reasons why a model or a layout cannot compute the loss of pairs, in training and in evaluation."""
-    if spec and spec.mtp_modules:
-        yield (
-            f"preference.kind={kind!r} with model.mtp_modules={spec.mtp_modules}: a pair has no loss of later tokens; "
-            f"set model.mtp_modules=0"
-        )
-    if layout and layout.loss_chunk_tokens:
-        yield (
-            f"preference.kind={kind!r} with layout.loss_chunk_tokens={layout.loss_chunk_tokens}: the gradient of a "
-            f"token depends on all tokens of its pair, so no chunk is complete on its own; set loss_chunk_tokens=0"
-        )
 
 
 def _lr_schedule_problems(section: ScheduleSection, steps: int | None) -> Iterator[str]:

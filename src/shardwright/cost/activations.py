@@ -21,6 +21,9 @@ A layer keeps the product of elements a token and tokens:
 | adapters  | outputs of A, rank r                                           | r for each adapter       | T      |
 |           | with DoRA outputs of its matrices before they are scaled       | out / t, or out          | T, T'  |
 
+Eager norms with an offset (`model.norm_offset`) keep a copy of their input in fp32 instead of their input. With `norms`
+or `rope` as a recomputed part only the input in 16 bits is kept.
+
 With adapters the input of a matmul is kept only if an adapter reads it too, or another operation of the backward pass.
 
 For GPT this is Table 2 of Korthikanti et al. (arXiv 2205.05198), T (10 + 24 / t + 5 H s / (h t)) h bytes, and the part
@@ -70,7 +73,8 @@ def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None 
     with ledger.section(f"Kept of a microbatch by {name}"):
         f = Formulas("B", symbols(job, candidates) | features(job, candidates, block))
         parts, rows = _parts(job, candidates, f, block)
-        norms_and_masks = f.T_shard * f.h * (f.norms * f.e + f.branches * f.mask)
+        e_norm = f.e_norm if job.widens_layer_norms else f.e
+        norms_and_masks = f.T_shard * f.h * (f.norms * e_norm + f.branches * f.mask)
         f("kept around them", norms_and_masks + f.inputs * f.T_read * f.h * f.e_input)
         f("everything", plus(f.kept_around_them, *(f[f"kept of {part}"] for part in parts)))
         whole, selective = _whole_and_selective(job, candidates, f, block, parts)
@@ -156,7 +160,7 @@ def _without(parts: tuple[str, ...], job: Job, f: Formulas, *, experts: bool) ->
     if not parts:
         return f.everything
     latent = job.model.latent_attention is not None
-    return f.everything - recompute.not_kept(f, tuple(dict.fromkeys(parts)), latent=latent, experts=experts)
+    return f.everything - recompute.not_kept(job, f, tuple(dict.fromkeys(parts)), latent=latent, experts=experts)
 
 
 def symbols(job: Job, candidates: Candidates) -> ledger.Inputs:
@@ -175,6 +179,7 @@ def symbols(job: Job, candidates: Candidates) -> ledger.Inputs:
         "tp": candidates.tp,
         "e": job.element_bytes,
         "e_input": job.stack.fp8_input_bytes if fp8 else job.element_bytes,
+        "e_norm": 4 if job.widens_norms else job.element_bytes,
         "mask": int(job.model.dropout > 0 or job.stack.dropout_masks),
         "cut": (candidates.token_shards > 1).astype(np.int64),
         "visiting": np.where(candidates.cp > 1, visiting, 0.0),
@@ -202,6 +207,7 @@ def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inpu
         + heads * (2 * model.qk_dim - model.head_dim) * (stack.pads_values and model.qk_dim > model.head_dim)
         + heads * model.head_dim * (2 + block.norms_heads) * model.attention_gate
         + repeated,
+        "widened": _widened_heads(job, block) * (heads + kv_heads) * model.qk_dim,
         "expanded": _expanded(job, candidates, repeats),
         "norms": block.norms,
         "branches": block.branches,
@@ -261,6 +267,13 @@ def _expanded(job: Job, candidates: Candidates, repeats: Ints) -> Ints:
     return np.where((candidates.cp > 1) & (method != "ulysses"), over_ring, grouped * repeats)
 
 
+def _widened_heads(job: Job, block: BlockShape) -> bool:
+    """Return whether the norms of queries and keys keep their inputs in fp32."""
+    model = job.model
+    offset = block.norms_heads and model.qk_norm_weight and not model.qk_norm_heads and model.latent_attention is None
+    return offset and job.widens_layer_norms
+
+
 def _linear_features(linear: LinearAttentionSpec, job: Job, candidates: Candidates) -> ledger.Inputs:
     """Return the features of linear attention on a rank: it keeps its projections and its output, and while it computes
     backward the tensors of a scan and their gradients, in 32 bits. With cp it also keeps the states and half of the
@@ -289,6 +302,8 @@ def _attention(job: Job, candidates: Candidates, f: Formulas, block: BlockShape)
     else:
         f("scores", f.T * f.heads / f.tp * 4, "log-sum-exp, fp32")
     kept = f.T * ((f.q + f.k + f.v + f.padding) * f.e + f.out * f.e_input) + f.T_shard * f.narrow * f.e + f.scores
+    if _widened_heads(job, block):
+        kept = kept + f.T * f.widened * (f.e_norm - f.e)
     f("kept of attention", kept)
     # For a mixture in eager mode, torchtitan recomputes the whole attention. It keeps inputs and outputs of the norms
     # around it, which no recomputed module contains (distributed/activation_checkpoint.py since 0943771, 2025-09).

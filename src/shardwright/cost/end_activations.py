@@ -59,7 +59,10 @@ def ends(job: Job, candidates: Candidates) -> EndActivations:
             loss_buffers=np.where(stack.compiles_loss & (candidates.tp == 1), 2, int(e < 4)),
         )  # fmt: skip
         first = f("dropout mask", f.T_shard * f.h * f.mask)
-        last = f("around the last norm", (f.T_shard + f.T_read) * f.h * f.e)
+        if job.widens_norms:
+            last = f("around the last norm", f.h * (f.T_shard * f.e_norm + f.T_read * f.e))
+        else:
+            last = f("around the last norm", (f.T_shard + f.T_read) * f.h * f.e)
         sent = f("sent on", f.T_shard * f.h * f.e * f.keeps_outputs)
         received = f("in a buffer", f.T_shard * f.h * f.e * f.receives_ahead)
         if candidates.shared.loss_chunk_tokens:

@@ -186,6 +186,16 @@ class Job:
         return self.stack.name == SHARDWRIGHT_COMPILED.name
 
     @property
+    def widens_norms(self) -> bool:
+        """Return whether eager norms of the residual stream keep their input as a copy in fp32."""
+        return self.stack.widens_norms and self.model.norm_offset and self.element_bytes < 4
+
+    @property
+    def widens_layer_norms(self) -> bool:
+        """Return whether the norms of layers do so; a compiled block casts its input again in the backward pass."""
+        return self.widens_norms and not self.compiled
+
+    @property
     def peak_flops_per_s(self) -> float:
         """Return the peak of an accelerator in the format of the matmuls, in FLOP/s."""
         return self.cluster.accelerator.flops_per_s[FORMATS[self.precision].peak]

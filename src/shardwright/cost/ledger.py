@@ -329,7 +329,8 @@ _SYMBOLS = (
     ("column kv_column row replicated per_head vocabulary", "", "parameters of a layer, by how tp splits them"),
     ("expert_elements ends largest_layer largest_matmul head", "", "parameters: of all experts of a layer; outside the "
      "layers; of the largest layer, of the largest matmul of a network, of the head, on a rank"),
-    ("e e_input", "B", "of an element; of an element of a matmul's kept input"),
+    ("e e_input e_norm", "B", "of an element; of an element of a matmul's kept input, of a norm's"),
+    ("widened", "", "features of queries and keys whose norms keep their inputs in fp32"),
     ("M K N batch", "", "a matmul multiplies (M, K) by (K, N), batch times"),
     ("w0 k0", "", "waves that a matmul takes longer than its tiles; features in at which half of the rate is reached"),
     ("multiprocessors occupied", "", "of the accelerator; of these, while messages over tp are reduced on them"),

@@ -22,6 +22,8 @@ rotated part.
 | shared_experts | T f / t (m + 1) e, of shared experts                        | the network, with its messages        |
 | moe        | all of router, experts and shared experts                       | all of them, with their messages      |
 
+If norms keep their inputs in fp32 (cost/activations.py), norms leave out T' h (4 - e) more for each norm, and rope
+T (H + K) C / t (4 - e) more.
 So a Llama layer with the default, norms and activation, keeps T (2 h + 2 H c + 2 K c + 2 f) e bytes and the
 log-sum-exp. Ignored: the all-gather of latent vectors over tp that mla_up repeats.
 """
@@ -70,7 +72,7 @@ def parts_of(job: Job, candidates: Candidates) -> tuple[str, ...]:
     return job.stack.recomputed_parts or candidates.shared.recompute_modules
 
 
-def not_kept(f: Formulas, parts: Sequence[str], *, latent: bool, experts: bool) -> Floats:
+def not_kept(job: Job, f: Formulas, parts: Sequence[str], *, latent: bool, experts: bool) -> Floats:
     """Return the bytes of a layer that are not kept, and record the bytes of each part."""
     terms = []
     for name in _alone(parts, latent=latent, experts=experts):
@@ -79,6 +81,9 @@ def not_kept(f: Formulas, parts: Sequence[str], *, latent: bool, experts: bool) 
             n_bytes = n_bytes + _activation_of_experts(f)
         if name == "rope" and "attention" not in parts:  # which keeps repeated keys instead of placed ones
             n_bytes = n_bytes - f.T * f.placed_keys * f.e
+        if name in ("norms", "rope") and job.widens_layer_norms:
+            features = f.T_shard * f.norms * f.h if name == "norms" else f.T * f.widened
+            n_bytes = n_bytes + features * (f.e_norm - f.e)
         f(f"not kept of {name}", n_bytes, "cost/recompute.py")
         terms.append(f[f"not kept of {name}"])
     return plus(*terms) if terms else 0 * f.T

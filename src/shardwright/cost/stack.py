@@ -52,6 +52,7 @@ class Stack:
     tensors from which it was computed exist. `weighs_outputs`: the outputs of experts are kept, since they are
     multiplied by the router's weights; otherwise the inputs of the experts' last matrices are, and are also kept
     unweighted if no kernel fused with a gate recomputes them. `wide_router`: the router's input is copied to fp32.
+    `widens_norms`: eager norms with an offset keep a copy of their input in fp32 instead of their input.
     `pads_values`: value heads are padded to the width of key heads for a fused kernel (latent attention).
     `fp8_input_bytes`: of the kept input of a matmul in fp8; `fp8_weight_bytes`: of the fp8 copies of its weight, plain
     and transposed, that are kept for all micro-batches; `keeps_casts`: weights are cast once a step, and the casts are
@@ -114,6 +115,7 @@ class Stack:
     frees_inputs: bool = False
     weighs_outputs: bool = False
     wide_router: bool = False
+    widens_norms: bool = False
     pads_values: bool = False
     fp8_input_bytes: float = 2.0
     fp8_weight_bytes: float = 0.0
@@ -162,6 +164,7 @@ SHARDWRIGHT = Stack(
     waits_gathered=True,
     weighs_outputs=True,
     wide_router=True,
+    widens_norms=True,
     pads_values=True,
     selective="parts",
     stops_early=True,

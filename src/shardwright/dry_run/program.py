@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from shardwright.split.stages import schedule_problems
 from shardwright.system.torch_private import (
     FakeTensorMode,
     few_empty_shards,
+    replaced_rms_norm,
     start_fake_world,
     storage_id,
     tree_leaves,
@@ -70,11 +71,10 @@ def dry_rank(
         model = build_model(config, CPU, compiled=False, fill=fill, read=read)
         with fake:
             trainer = build_trainer(config, model, CPU, compiled=False, opened=_NoFile)
-            if gpu:
-                _fuse_norms(trainer.model.parts)
-            return record_steps(
-                trainer, config, rank, lambda _, n: empty_batch(config, n), steps, gpu, history, on_action, length
-            )
+            with fused_norms() if gpu else nullcontext():
+                return record_steps(
+                    trainer, config, rank, lambda _, n: empty_batch(config, n), steps, gpu, history, on_action, length
+                )
 
 
 class _NoFile:
@@ -90,35 +90,24 @@ class _NoFile:
         pass
 
 
-def _fuse_norms(parts: Iterable[nn.Module]) -> None:
-    """Make norms allocate like a GPU's fused kernel; a CPU runs several operations, which keep more memory.
-
-    This replaces the whole of `forward`: the casts around the kernel in `OffsetRMSNorm` are left out, as in the plan.
-    A `TorchFunctionMode` on `F.rms_norm` would record them."""
-
-    def fused(norm: nn.RMSNorm, x: Tensor) -> Tensor:
-        y: Tensor = _FusedNorm.apply(x, norm.weight)
-        return y
-
-    for part in parts:
-        for module in part.modules():
-            if isinstance(module, nn.RMSNorm):
-                module.forward = partial(fused, module)  # type: ignore[method-assign]
+def fused_norms() -> AbstractContextManager[None]:
+    """During the block, `F.rms_norm` allocates like a GPU's kernel; a CPU runs several operations, which keep more."""
+    return replaced_rms_norm(lambda x, shape, weight=None, eps=None: _FusedNorm.apply(x, weight))
 
 
 class _FusedNorm(torch.autograd.Function):
     """RMSNorm without values, as `aten._fused_rms_norm` on a GPU: it keeps its input and one number a row."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
         scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.promote_types(x.dtype, torch.float32))
         ctx.save_for_backward(x, weight, scales)
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
         x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
 
 
 def record_steps(

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from shardwright.config import load_kept
 from shardwright.config.mixture import mixtures_of, name_of, sources_of
-from shardwright.config.run_config import pair_loss_problems
 from shardwright.config.sections import NO_PREFERENCE, DataSection, PreferenceSection, TokenCache
 from shardwright.data.batches import evaluation_batches
 from shardwright.data.samples import PairSamples, Samples, samples_of
@@ -25,6 +24,7 @@ from shardwright.generation.source import Source, open_source
 from shardwright.layout.layout import Layout
 from shardwright.parallel.preference import METRICS
 from shardwright.runs.folder import REFERENCE, RUN_FILE, run_of_checkpoint
+from shardwright.split.rules import pair_loss_problems
 from shardwright.system.errors import DataError, InputError, collecting
 from shardwright.system.files import is_text
 from shardwright.training.forward_backward import ForwardBackward

@@ -32,7 +32,7 @@ from shardwright.schedule import build
 from shardwright.schedule.actions import Ways, stages_of_rank
 from shardwright.schedule.registry import Kind, find, names
 from shardwright.system.errors import LayoutError, checked_constructor, nearest
-from shardwright.system.units import divisors
+from shardwright.system.units import division_problem, divisors
 
 
 @checked_constructor(LayoutError)
@@ -82,11 +82,9 @@ class Layout(LayoutKeys, NumberedRanks):
 
     def _degree_problems(self) -> Iterator[str]:
         fold = self.dp_shard * self.cp * self.tp
-        if fold % self.ep:
-            yield (
-                f"layout.ep={self.ep} does not divide dp_shard x cp x tp = {self.dp_shard} x {self.cp} x "
-                f"{self.tp} = {fold}; valid: {', '.join(map(str, divisors(fold)))}"
-            )
+        product = f"dp_shard x cp x tp = {self.dp_shard} x {self.cp} x {self.tp} = {fold}"
+        if problem := division_problem("layout.ep", self.ep, fold, product, shown=False):
+            yield problem
         fits = zero_fits(self.zero, self.dp_replicate, self.dp_shard, self.cp)
         if not fits and self.zero == 0:
             yield (
@@ -107,12 +105,9 @@ class Layout(LayoutKeys, NumberedRanks):
             )
         if self.cp_method != "usp":
             return
-        if self.cp % self.ulysses_degree:
-            yield (
-                f"layout.ulysses_degree={self.ulysses_degree} does not divide cp={self.cp} "
-                f"({self.cp} = {self.ulysses_degree}*{self.cp // self.ulysses_degree} + "
-                f"{self.cp % self.ulysses_degree}); valid: {', '.join(map(str, divisors(self.cp)[1:] or [1]))}"
-            )
+        key, degree = "layout.ulysses_degree", self.ulysses_degree
+        if problem := division_problem(key, degree, self.cp, f"cp={self.cp}", lambda: divisors(self.cp)[1:] or [1]):
+            yield problem
         if self.cp > 1 and self.ulysses_degree == 1:
             yield (
                 f"layout.cp_method='usp' needs layout.ulysses_degree, the part of cp={self.cp} that partitions heads; "
@@ -151,11 +146,9 @@ class Layout(LayoutKeys, NumberedRanks):
                 f"and a pp_schedule without replicas of stages, and here zero={self.zero} and {self.pp_schedule!r}; "
                 f"change those, or set compress_gradients='bf16'"
             )
-        if shards % self.node_ranks:
-            yield (
-                f"layout.node_ranks={self.node_ranks} does not divide dp_shard x cp = {self.dp_shard} x {self.cp} = "
-                f"{shards}; valid: {', '.join(map(str, divisors(shards)))}"
-            )
+        product = f"dp_shard x cp = {self.dp_shard} x {self.cp} = {shards}"
+        if problem := division_problem("layout.node_ranks", self.node_ranks, shards, product, shown=False):
+            yield problem
 
     def _schedule_problems(self) -> Iterator[str]:
         # A layout does not know the number of micro-batches; this number is valid for every schedule.

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
-from shardwright.system.units import divisors
+from shardwright.system.units import division_problem
 
 CHUNK = 64
 """Tokens of a chunk of the chunked form; shorter sequences are one chunk."""
@@ -38,12 +38,12 @@ class LinearAttentionSpec:
             f"linear_attention.{name}={getattr(self, name)} is not positive; valid: 1 or more" for name in broken
         )
         k_heads, v_heads = self.n_k_heads, self.n_v_heads
-        if not broken and v_heads % k_heads:
-            valid = ", ".join(map(str, divisors(v_heads)))
-            yield (
-                f"linear_attention.n_k_heads={k_heads} does not divide linear_attention.n_v_heads={v_heads} "
-                f"({v_heads} = {k_heads}*{v_heads // k_heads} + {v_heads % k_heads}); valid: {valid}"
+        if not broken and (
+            problem := division_problem(
+                "linear_attention.n_k_heads", k_heads, v_heads, f"linear_attention.n_v_heads={v_heads}"
             )
+        ):
+            yield problem
         if not 0 <= self.full_interval <= n_layers or self.full_interval == 1:
             yield (
                 f"linear_attention.full_interval={self.full_interval} for {n_layers} layers; valid: 0 (all layers are "

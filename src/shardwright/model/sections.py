@@ -9,7 +9,7 @@ from math import ceil, inf, log, sqrt
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from shardwright.layout.key import MOST_LAYERS
-from shardwright.system.units import divisors
+from shardwright.system.units import division_problem
 
 MOST_HEADS = 2**16
 MOST_WIDE = 2**31 - 1
@@ -362,12 +362,8 @@ class MoESpec:
                 "moe.top_k=1 with moe.normalise=true makes every weight 1, so that the router would learn nothing from "
                 "the loss; valid: moe.normalise=false, or moe.top_k of 2 or more"
             )
-        if experts % groups:
-            valid = ", ".join(map(str, divisors(experts)))
-            yield (
-                f"moe.n_groups={groups} does not divide moe.n_experts={experts} "
-                f"({experts} = {groups}*{experts // groups} + {experts % groups}); valid: {valid}"
-            )
+        if problem := division_problem("moe.n_groups", groups, experts, f"moe.n_experts={experts}"):
+            yield problem
         elif self.groups_per_token > groups:
             yield (
                 f"moe.groups_per_token={self.groups_per_token} is more than moe.n_groups={groups}; valid: 1 to {groups}"

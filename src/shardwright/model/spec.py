@@ -18,7 +18,7 @@ from shardwright.model.row import Row, stored_bytes
 from shardwright.model.sections import LatentAttentionSpec, too_large
 from shardwright.model.sizes import Activation, ModelSizes, Norm, NormPosition, Positions
 from shardwright.system.errors import ConfigError, checked_constructor, nearest
-from shardwright.system.units import divisors
+from shardwright.system.units import division_problem
 
 
 @checked_constructor(ConfigError)
@@ -52,12 +52,9 @@ class ModelSpec(ModelSizes):
             if getattr(self, name) not in get_args(literal):
                 yield f"{name}={getattr(self, name)!r} is not known; valid: {', '.join(get_args(literal))}"
         heads, kv_heads = self.n_heads, self.n_kv_heads
-        if "n_heads" not in broken and "n_kv_heads" not in broken and heads % kv_heads:
-            valid = ", ".join(map(str, divisors(heads)))
-            yield (
-                f"n_kv_heads={kv_heads} does not divide n_heads={heads} "
-                f"({heads} = {kv_heads}*{heads // kv_heads} + {heads % kv_heads}); valid: {valid}"
-            )
+        if "n_heads" not in broken and "n_kv_heads" not in broken:
+            problem = division_problem("n_kv_heads", kv_heads, heads, f"n_heads={heads}")
+            yield from [problem] if problem else []
         if self.positions == "rope":
             if self.head_dim > 0 and self.head_dim % 2:
                 yield (
@@ -365,6 +362,11 @@ class ModelSpec(ModelSizes):
         """Return the bytes of the parameters without a gradient, `element_bytes` each if they are not quantised."""
         frozen = [row for row in rows(self).values() if row.counted and not row.trained]
         return sum(stored_bytes(row, element_bytes) for row in frozen)
+
+    @property
+    def n_experts(self) -> int:
+        """Return the number of routed experts of a layer with experts, 0 without experts."""
+        return 0 if self.moe is None else self.moe.n_experts
 
     def _met(self, row: Row) -> int:
         """Return the elements of a parameter that one token uses: for experts, only its top_k ones."""

@@ -9,7 +9,8 @@ from shardwright.system.units import format_seconds
 
 COVERED = 0.8
 """Share of measurements that an interval of a prediction is made to contain."""
-INTERVAL = f"{100 * COVERED:.0f} % interval"
+COVERED_SHARE = f"{100 * COVERED:.0f} %"
+INTERVAL = f"{COVERED_SHARE} interval"
 """Name of the interval of a prediction."""
 NORMAL_80 = 1.2816
 """Standard deviations of a normal distribution on each side of the mean that contain `COVERED`."""

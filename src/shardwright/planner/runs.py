@@ -3,15 +3,15 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from shardwright.layout.layout import batch_divides
 from shardwright.planner.measured_run import PredictableRun, SkippedRun, prepared
 from shardwright.planner.run_columns import MeasuredRun, columns
 from shardwright.schedule.named import ONE_F_ONE_B
+from shardwright.split.rules import experts_problem
 from shardwright.system.errors import InputError, nearest
 from shardwright.system.files import read_csv, reason
-from shardwright.system.units import divisors
 
 LONGEST_QUOTE = 40
 FEW = 3
@@ -31,6 +31,16 @@ class TableKind(Generic[Row]):
     page: str
 
 
+class ReadRow(NamedTuple, Generic[Row]):
+    """A row of a table. `line`: its last line in the file; `cells`: the text of each column; `problems`: of its
+    cells."""
+
+    line: int
+    row: Row
+    cells: Mapping[str, str]
+    problems: list[str]
+
+
 def read_runs(path: Path) -> list[PredictableRun | SkippedRun]:
     """Return every row of a table, in order; a row that cannot be priced is a `SkippedRun`.
 
@@ -42,12 +52,12 @@ def read_runs(path: Path) -> list[PredictableRun | SkippedRun]:
 
 def read_table(path: Path, kind: TableKind[Row]) -> list[tuple[int, Row]]:
     """Return every row with its line in the file (its last line if it has several). Raises as `read_runs`."""
-    return [(line, row) for line, row, _ in read_rows(path, kind, strict=True)]
+    return [(read.line, read.row) for read in read_rows(path, kind, strict=True)]
 
 
-def read_rows(path: Path, kind: TableKind[Row], *, strict: bool = False) -> list[tuple[int, Row, list[str]]]:
-    """Return every row with its line in the file and the problems of its cells. Raises InputError for columns, widths
-    of rows and ids that are not valid; if `strict`, also for the problems of cells."""
+def read_rows(path: Path, kind: TableKind[Row], *, strict: bool = False) -> list[ReadRow[Row]]:
+    """Return every row. Raises InputError for columns, widths of rows and ids that are not valid; if `strict`, also for
+    the problems of cells."""
     try:
         lines = [(line, [cell.strip() for cell in cells]) for line, cells in read_csv(path) if any(cells)]
     except (OSError, ValueError) as error:
@@ -57,7 +67,7 @@ def read_rows(path: Path, kind: TableKind[Row], *, strict: bool = False) -> list
         raise InputError(*(f"{path}: {problem}" for problem in header_problems))
     if len(lines) == 1:
         raise InputError(f"{path}: no rows below the header")
-    rows: list[tuple[int, Row, list[str]]] = []
+    rows: list[ReadRow[Row]] = []
     problems: list[str] = []
     lines_of_ids: dict[str, int] = {}
     for line, cells in lines[1:]:
@@ -67,7 +77,7 @@ def read_rows(path: Path, kind: TableKind[Row], *, strict: bool = False) -> list
         texts = dict.fromkeys(columns(kind.row), "") | dict(zip(header, cells, strict=True))
         row, reasons = _read(texts, kind)
         reasons = reasons or list(kind.contradictions(row))
-        rows.append((line, row, reasons))
+        rows.append(ReadRow(line, row, texts, reasons))
         reasons = list(reasons) if strict else []
         if texts["id"] and (first := lines_of_ids.setdefault(texts["id"], line)) != line:
             reasons.append(f"id={_quoted(texts['id'])}: row {first} has the same; valid: one that no other row has")
@@ -158,11 +168,8 @@ def _contradictions(row: MeasuredRun) -> Iterator[str]:
         yield f"attention={row.attention} with flash=0; valid: flash=1, or an empty attention"
     if row.sp and row.tp == 1:
         yield "sp=1 with tp=1; valid: 0"
-    if row.experts is None and row.ep > 1:
-        yield f"ep={row.ep} without experts; valid: 1"
-    if row.experts is not None and row.experts % row.ep:
-        valid = ", ".join(map(str, divisors(row.experts)))
-        yield f"ep={row.ep} does not divide {row.experts} experts; valid: {valid}"
+    if problem := experts_problem("ep", row.ep, row.experts or 0):
+        yield problem
     etp, stage = row.etp or row.tp, row.tp * row.cp * data_ranks
     if row.experts is not None and stage % (row.ep * etp):
         yield f"ep={row.ep} x etp {etp} does not divide tp x cp x data ranks = {stage}"

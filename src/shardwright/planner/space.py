@@ -44,10 +44,12 @@ from shardwright.planner.choice import micro_batch_problem, pairs
 from shardwright.split.rules import (
     expert_shards_fit,
     expert_sizes,
+    experts_divide,
     heads_divide,
     heads_of_rank,
+    pair_loss_problems,
+    sequence_parts,
     tp_divides,
-    zigzag_chunks,
 )
 from shardwright.split.stages import schedule_problems
 from shardwright.system.errors import LayoutError, nearest
@@ -198,7 +200,9 @@ def _group(job: Job, shared: Layout, rows: CandidateRows) -> tuple[Candidates, M
     if shared.zero_secondary_ranks > 1:
         kept &= shared.zero_secondary_ranks * candidates.tp == job.cluster.node_size  # fewer add network bytes
     if shared.loss_chunk_tokens:
-        kept &= (candidates.tokens(job.seq_len) > shared.loss_chunk_tokens) & (not job.pairs)
+        kept &= candidates.tokens(job.seq_len) > shared.loss_chunk_tokens
+    if job.pairs:
+        kept &= not any(pair_loss_problems("pairs", None, shared))
     for name, key in KEYS.items():
         if name not in COLUMNS and getattr(shared, name) != key.default_in(shared):
             kept &= key.used(candidates)
@@ -216,17 +220,16 @@ def _degrees(spec: ModelSpec, n_ranks: int, seq_len: int, method: str, on_host: 
             "cp": [cp for cp in divisors(n_ranks) if (method == "zigzag" or cp > 1)],
             "dp_shard": divisors(n_ranks),
             "zero": KEYS["zero"].searched(_ALL_AXES),
-            "ep": divisors(moe.n_experts) if moe else [1],
+            "ep": [ep for ep in divisors(n_ranks) if experts_divide(spec, ep)],
         },
     )
     tp, cp, dp_shard, zero, ep = (columns[name] for name in ("tp", "cp", "dp_shard", "zero", "ep"))
     fold = dp_shard * cp * tp
-    valid = (n_ranks % fold == 0) & (fold % ep == 0)
+    valid = (n_ranks % fold == 0) & (fold % ep == 0)  # the latter as in `Layout.problems`
     valid &= zero_fits(zero, n_ranks // fold, dp_shard, cp)
     valid &= (zero == 0) | (dp_shard * cp > 1) | on_host  # otherwise ZeRO changes nothing
-    valid &= seq_len % (cp * tp) == 0
-    if method == "zigzag":
-        valid &= seq_len % zigzag_chunks(cp) == 0
+    for parts in sequence_parts(method, np.ones_like(cp) if method == "ulysses" else cp, cp, tp):
+        valid &= seq_len % parts == 0
     if method == "ulysses":
         valid &= heads_divide(*heads_of_rank(spec, tp), cp)
     if moe is not None:

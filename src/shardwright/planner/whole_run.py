@@ -35,7 +35,7 @@ HARDWARE_SHARE = 0.78
 RATE_FACTOR = 2.0
 """Factor between a cluster's rate of failures and the rate of its accelerator. Four of the five published rates of
 docs/plan.md are within this factor."""
-LATE = 0.044
+LATE = 0.026
 """Added to the upper half width of the interval (a logarithm): the 90 % quantile, over the nine sources of
 `measured/whole_runs.csv`, of the logarithm by which the published days exceed the upper end without it. Production runs
 have delays that no source lists. With each source left out of the quantile in turn, the interval contains eight of

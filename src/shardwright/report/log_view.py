@@ -9,7 +9,7 @@ import numpy as np
 from shardwright.cost.machine import with_times
 from shardwright.cost.step import step_time
 from shardwright.planner.choice import PricedLayout
-from shardwright.planner.error_summary import INTERVAL, bounds_in_words
+from shardwright.planner.error_summary import COVERED_SHARE, INTERVAL, bounds_in_words
 from shardwright.planner.headline import headline, interval_s
 from shardwright.planner.log_calibration import LogCalibration
 from shardwright.readers.logs import FEWEST_STEPS, StepTimes, TrainingLog, joined_times
@@ -77,9 +77,8 @@ def _predicted(name: str, prediction: tuple[float, tuple[float, float]]) -> Fact
 
 
 def _constants(result: LogCalibration) -> Table:
-    columns = [
-        Column("constant"), *(Column(name, NUMBER) for name in ("share of the step", "before, 80 %", "after, 80 %"))
-    ]  # fmt: skip
+    names = "share of the step", f"before, {COVERED_SHARE}", f"after, {COVERED_SHARE}"
+    columns = [Column("constant"), *(Column(name, NUMBER) for name in names)]
     rows = [
         (name, f"{share:.0%}", *(bounds_in_words(times, "{:.2f}".format) for times in (was, now)))
         for name, was, now, share in result.intervals()

@@ -35,8 +35,9 @@ from shardwright.serving.models import named
 from shardwright.serving.rates import fitted
 from shardwright.serving.search import ServingLayout
 from shardwright.serving.setting import Degrees, Serving
-from shardwright.split.rules import experts_divide, tp_divides
+from shardwright.split.rules import experts_problem, tp_divides
 from shardwright.system.errors import InputError
+from shardwright.system.units import division_problem
 
 PUBLISHED = Path(__file__).with_name("published") / "steps.csv"
 FITTED = "0.4"
@@ -105,8 +106,10 @@ def _contradictions(row: PublishedStep) -> Iterator[str]:
     trains, ep = row.training_accelerators, row.ep_of_recipe or row.ep
     if trains < 1 or trains % ranks:
         yield f"tp x cp x pp = {ranks} does not divide {trains} accelerators that train"
-    elif trains // row.pp % ep:
-        yield f"ep={ep} does not divide the {trains // row.pp} accelerators of a stage"
+    else:
+        stage = trains // row.pp
+        if problem := division_problem("ep", ep, stage, f"the {stage} accelerators of a stage", shown=False):
+            yield problem
     instance = row.generation_tp * row.generation_pp
     if (only or row.accelerators) % instance:
         yield (
@@ -130,11 +133,8 @@ def _contradictions(row: PublishedStep) -> Iterator[str]:
                 yield f"{name}={tp}: the matrices of {row.model} cannot be partitioned into {tp} equal parts"
         if row.generation_pp > model.n_layers:
             yield f"generation_pp={row.generation_pp} is more than the {model.n_layers} layers of {row.model}"
-        if not experts_divide(model, ep):
-            n = 0 if model.moe is None else model.moe.n_experts
-            yield (
-                f"ep={ep} does not divide the {n} experts of {row.model}" if n else f"ep={ep} without experts; valid: 1"
-            )
+        if problem := experts_problem("ep", ep, model.n_experts, f"experts of {row.model}"):
+            yield problem
         chip = cluster(f"{row.accelerator}:{row.accelerators}").accelerator
         known = [form for form in weights_on(chip) if form in ("bf16", "fp8") and form in chip.flops_per_s]
         if row.precision not in known:

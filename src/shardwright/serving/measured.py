@@ -12,7 +12,6 @@ the lengths are: nothing here is fitted.
 """
 
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,14 @@ from typing import Any
 from shardwright.cost.hardware import Cluster, accelerator, cluster, node_size
 from shardwright.model.spec import ModelSpec
 from shardwright.planner.run_columns import choice_column, decimal_column, text_column, whole_column
-from shardwright.planner.runs import TableKind, read_rows
+from shardwright.planner.runs import ReadRow, TableKind, read_rows
 from shardwright.serving.engines import ENGINES, UNNAMED, ServingEngine, engine_of
 from shardwright.serving.formats import CACHE_BYTES, FORMATS, computed_in
 from shardwright.serving.models import named
 from shardwright.serving.setting import Degrees
-from shardwright.split.rules import experts_divide
+from shardwright.split.rules import experts_problem
 from shardwright.system.errors import InputError
+from shardwright.system.units import division_problem
 
 METRICS = ("output_tokens_per_s", "total_tokens_per_s", "ttft_s", "tpot_s", "e2e_latency_s")
 """Metrics that a row may measure. Tokens per second are summed over all its accelerators."""
@@ -112,17 +112,7 @@ def read(path: Path) -> list[ServingCase | SkippedServingRow]:
 
     Raises InputError with every problem of the columns, and for rows of another width or with equal ids.
     """
-    texts: list[Mapping[str, str]] = []
-
-    def needed(row: ServingTableRow, cells: Mapping[str, str]) -> Mapping[str, bool]:
-        texts.append(cells)
-        return MEASUREMENTS_TABLE.needed(row, cells)
-
-    rows = read_rows(path, replace(MEASUREMENTS_TABLE, needed=needed))
-    return [
-        _case(line) if not problems else _invalid(number, line, cells, problems)
-        for (number, line, problems), cells in zip(rows, texts, strict=True)
-    ]
+    return [_invalid(read) if read.problems else _case(read.row) for read in read_rows(path, MEASUREMENTS_TABLE)]
 
 
 def skipped(line: ServingTableRow, error: InputError) -> SkippedServingRow:
@@ -130,12 +120,11 @@ def skipped(line: ServingTableRow, error: InputError) -> SkippedServingRow:
     return SkippedServingRow(line.id, line.source_id, line.metric, line.value, error.problems[0])
 
 
-def _invalid(
-    number: int, line: ServingTableRow, cells: Mapping[str, str], problems: Sequence[str]
-) -> SkippedServingRow:
-    """Return a row with problems. `number`: its line in the file; `cells`: the text of its cells."""
-    name, measured = line.id or f"line {number}", cells["value"] if line.value is None else line.value
-    return SkippedServingRow(name, line.source_id, cells["metric"], measured, "; ".join(problems))
+def _invalid(read: ReadRow[ServingTableRow]) -> SkippedServingRow:
+    """Return a row with problems."""
+    row, cells = read.row, read.cells
+    name, measured = row.id or f"line {read.line}", cells["value"] if row.value is None else row.value
+    return SkippedServingRow(name, row.source_id, cells["metric"], measured, "; ".join(read.problems))
 
 
 def _case(line: ServingTableRow) -> ServingCase | SkippedServingRow:
@@ -195,10 +184,13 @@ def _degrees(line: ServingTableRow, model: ModelSpec, assumed: list[str]) -> Deg
     if tp * pp * dp != n:
         raise InputError(f"tp {tp} x pp {pp} x dp {dp} = {tp * pp * dp}, not n_accelerators={n}")
     ep = line.ep or 1
-    if (tp * dp) % ep or not experts_divide(model, ep):
-        raise InputError(f"ep {ep} does not divide the {tp * dp} ranks and the experts of the model")
-    if model.n_heads % tp:
-        raise InputError(f"tp {tp} does not divide {model.n_heads} heads")
+    problems = (
+        experts_problem("ep", ep, model.n_experts),
+        division_problem("ep", ep, tp * dp, f"tp x dp = {tp * dp}", shown=False),
+        division_problem("tp", tp, model.n_heads, f"{model.n_heads} query heads"),
+    )
+    if broken := [problem for problem in problems if problem]:
+        raise InputError(*broken)
     return Degrees(tp, pp, dp, ep)
 
 

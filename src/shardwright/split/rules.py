@@ -1,7 +1,8 @@
 """Rules for layouts to fit a model and a sequence length, with their arithmetic and the valid choices."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from math import lcm
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from shardwright.model.spec import ModelSpec
 from shardwright.schedule.registry import find, names
 from shardwright.split import stages
 from shardwright.split.tensor import vocabulary_rows
-from shardwright.system.units import divisors
+from shardwright.system.units import division, division_problem
 
 
 def problems(spec: ModelSpec, layout: Layout, seq_len: int) -> list[str]:
@@ -61,6 +62,20 @@ def token_call_problems(spec: ModelSpec, layout: Layout, call: TokenCall) -> lis
     if call != "weights" and spec.moe is not None and spec.moe.force_balance:
         broken.append(f"{call} with model.moe.force_balance: the experts of a token are drawn; set force_balance=False")
     return broken
+
+
+def pair_loss_problems(kind: str, spec: ModelSpec | None, layout: Layout | None) -> Iterator[str]:
+    """Yield the reasons why a model or a layout cannot compute the loss of pairs, in training and in evaluation."""
+    if spec and spec.mtp_modules:
+        yield (
+            f"preference.kind={kind!r} with model.mtp_modules={spec.mtp_modules}: a pair has no loss of later tokens; "
+            f"set model.mtp_modules=0"
+        )
+    if layout and layout.loss_chunk_tokens:
+        yield (
+            f"preference.kind={kind!r} with layout.loss_chunk_tokens={layout.loss_chunk_tokens}: the gradient of a "
+            f"token depends on all tokens of its pair, so no chunk is complete on its own; set loss_chunk_tokens=0"
+        )
 
 
 def batch_invariance_problems(spec: ModelSpec, layout: Layout) -> list[str]:
@@ -116,35 +131,38 @@ def expert_call_problems(spec: ModelSpec, layout: Layout, compiled: bool = False
 
 def _tensor(spec: ModelSpec, tp: int) -> Iterator[str]:
     for what, size in (("query heads (model.n_heads)", spec.n_heads), ("ffn features (model.d_ffn)", spec.d_ffn)):
-        if size % tp:
-            yield f"layout.tp={tp} does not divide {size} {what} {_division(size, tp)}; valid: {_valid_tp(spec)}"
+        if problem := division_problem("layout.tp", tp, size, f"{size} {what}", partial(_valid_tp, spec)):
+            yield problem
     kv = spec.n_kv_heads
     if spec.n_heads % tp == 0 and not heads_divide(spec.n_heads, kv, tp):
         yield (
             f"layout.tp={tp} neither divides {kv} kv heads (model.n_kv_heads) nor is a multiple of them "
-            f"{_division(kv, tp) if tp < kv else _division(tp, kv)}, so kv heads can be neither sharded nor replicated "
-            f"evenly; valid: {_valid_tp(spec)}"
+            f"{division(kv, tp) if tp < kv else division(tp, kv)}, so kv heads can be neither sharded nor replicated "
+            f"evenly; valid: {_listed(_valid_tp(spec))}"
         )
     elif not _vocabulary_reaches(spec, tp):
         yield (
             f"layout.tp={tp} leaves a rank without a row of the vocabulary: {spec.vocab_size} rows in shards of "
-            f"{-(-spec.vocab_size // tp)}; valid: {_valid_tp(spec)}"
+            f"{-(-spec.vocab_size // tp)}; valid: {_listed(_valid_tp(spec))}"
         )
 
 
 def _linear(spec: ModelSpec, layout: Layout) -> Iterator[str]:
     """Yield the rules of linear attention layers."""
     linear = spec.linear_attention
-    if linear is not None and not _linear_heads_divide(spec, layout.tp):
-        yield (
-            f"layout.tp={layout.tp} does not divide {linear.n_k_heads} key heads "
-            f"(model.linear_attention.n_k_heads) {_division(linear.n_k_heads, layout.tp)}; valid: {_valid_tp(spec)}"
-        )
+    if linear is not None:
+        what = f"{linear.n_k_heads} key heads (model.linear_attention.n_k_heads)"
+        if problem := division_problem("layout.tp", layout.tp, linear.n_k_heads, what, partial(_valid_tp, spec)):
+            yield problem
 
 
-def _valid_tp(spec: ModelSpec) -> str:
-    """Return every valid tp degree of the model as a printable list."""
-    return ", ".join(str(tp) for tp in range(1, spec.n_heads + 1) if tp_divides(spec, tp))
+def _valid_tp(spec: ModelSpec) -> list[int]:
+    """Return every valid tp degree of the model."""
+    return [tp for tp in range(1, spec.n_heads + 1) if tp_divides(spec, tp)]
+
+
+def _listed(values: Iterable[int]) -> str:
+    return ", ".join(map(str, values))
 
 
 def tp_divides(spec: ModelSpec, tp: int) -> bool:
@@ -177,7 +195,7 @@ def _context(spec: ModelSpec, layout: Layout) -> Iterator[str]:
         valid = ", ".join(str(n) for n in range(1, heads + 1) if heads_divide(heads, kv, n))
         yield (
             f"layout.{name}={degree} partitions the heads of a rank, with tp={tp} {heads} query and {kv} kv heads: it "
-            f"has to divide {heads} {_division(heads, degree)}, and to divide {kv} or be a multiple of it; valid: "
+            f"has to divide {heads} {division(heads, degree)}, and to divide {kv} or be a multiple of it; valid: "
             f"{valid}; cp_method='zigzag' has no such limit"
         )
 
@@ -203,7 +221,14 @@ def expert_sizes(spec: ModelSpec) -> dict[str, int]:
 
 def experts_divide(spec: ModelSpec, ep: int) -> bool:
     """Return whether `ep` divides the experts of the model; without experts only 1 does."""
-    return (1 if spec.moe is None else spec.moe.n_experts) % ep == 0
+    return experts_problem("ep", ep, spec.n_experts) is None
+
+
+def experts_problem(key: str, ep: int, n_experts: int, what: str = "experts") -> str | None:
+    """Return why `ep`, the value of `key`, does not divide the experts of a model, or None. `what`: their name."""
+    if n_experts == 0:
+        return f"{key}={ep} shards experts, and the model has none; valid: 1" if ep > 1 else None
+    return division_problem(key, ep, n_experts, f"{n_experts} {what}")
 
 
 def expert_shards_fit(moe: MoESpec, size: int, zero: Any, tp: Any, ep: Any, ranks: Any) -> Any:
@@ -214,18 +239,11 @@ def expert_shards_fit(moe: MoESpec, size: int, zero: Any, tp: Any, ep: Any, rank
 
 
 def _experts(spec: ModelSpec, layout: Layout) -> Iterator[str]:
-    moe = spec.moe
+    moe, experts = spec.moe, spec.n_experts
+    if problem := experts_problem("layout.ep", layout.ep, experts, "experts (model.moe.n_experts)"):
+        yield problem
     if moe is None:
-        if layout.ep > 1:
-            yield f"layout.ep={layout.ep} shards experts, and the model has none (model.moe); leave it out"
         return
-    experts = moe.n_experts
-    if not experts_divide(spec, layout.ep):
-        valid = ", ".join(map(str, divisors(experts)))
-        yield (
-            f"layout.ep={layout.ep} does not divide {experts} experts (model.moe.n_experts) "
-            f"{_division(experts, layout.ep)}; valid: {valid}"
-        )
     if layout.tp > 1 and not layout.sequence_parallel:
         yield (
             f"layout.tp={layout.tp} with model.moe needs layout.sequence_parallel=true: ranks of tp with the same "
@@ -305,7 +323,7 @@ def _sequence(layout: Layout, seq_len: int) -> Iterator[str]:
         rules = {words: parts for words, parts in _cuts(layout).items() if parts == cuts} or _cuts(layout)
         what = next(iter(rules)) if len(rules) == 1 or cuts in rules.values() else f"{cuts}, for {' and '.join(rules)}"
         nearest = f"{local * cuts} or {(local + 1) * cuts}" if local else str(cuts)
-        yield f"batch.seq_len={seq_len} is not a multiple of {what} {_division(seq_len, cuts)}; nearest: {nearest}"
+        yield f"batch.seq_len={seq_len} is not a multiple of {what} {division(seq_len, cuts)}; nearest: {nearest}"
 
 
 def sequence_cuts(layout: Layout) -> int:
@@ -313,19 +331,22 @@ def sequence_cuts(layout: Layout) -> int:
     return lcm(*_cuts(layout).values())
 
 
+def sequence_parts(method: str, ring: Any, cp: Any, shards: Any) -> tuple[Any, Any]:
+    """Return the numbers of equal parts into which a sequence is partitioned: the chunks of a ring, and the shards of
+    tokens over cp and tp. `shards`: the ranks of tp that shard tokens. The last three arguments are integers, or arrays
+    of integers, which give arrays."""
+    return 1 if method == "ring" else zigzag_chunks(ring), cp * shards
+
+
 def _cuts(layout: Layout) -> dict[str, int]:
     """Return each partition of a sequence into equal parts: its description -> the number of parts."""
     cuts = {}
-    if layout.cp_ring > 1 and layout.cp_method != "ring":
-        chunks = zigzag_chunks(layout.cp_ring)
-        cuts[f"2 x {layout.cp_ring} = {chunks} chunks (cp_method={layout.cp_method!r})"] = chunks
     shards = layout.tp if layout.token_shards else 1
-    if layout.cp * shards > 1:
+    chunks, of_tokens = sequence_parts(layout.cp_method, layout.cp_ring, layout.cp, shards)
+    if chunks > 1:
+        cuts[f"2 x {layout.cp_ring} = {chunks} chunks (cp_method={layout.cp_method!r})"] = chunks
+    if of_tokens > 1:
         axes = [f"{axis}={n}" for axis, n in (("cp", layout.cp), ("tp", shards)) if n > 1]
-        product = f" = {layout.cp * shards}" if len(axes) > 1 else ""
-        cuts[f"{' x '.join(axes)}{product}{' (sequence_parallel)' if shards > 1 else ''}"] = layout.cp * shards
+        product = f" = {of_tokens}" if len(axes) > 1 else ""
+        cuts[f"{' x '.join(axes)}{product}{' (sequence_parallel)' if shards > 1 else ''}"] = of_tokens
     return cuts
-
-
-def _division(size: int, by: int) -> str:
-    return f"({size} = {by}*{size // by} + {size % by})"

@@ -374,6 +374,12 @@ def _chunks(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
     return chunks + [chunks[0].new_empty(0)] * missing if missing else chunks
 
 
+def replaced_rms_norm(rms_norm: Callable[..., Tensor]) -> AbstractContextManager[None]:
+    """During the block, `F.rms_norm` and `nn.RMSNorm` call another function with the same arguments. A
+    `TorchFunctionMode` is not active in the backward pass, where recomputed blocks run again."""
+    return _replaced(torch.nn.functional, "rms_norm", lambda _: rms_norm)
+
+
 def observed_resizes(resized: Callable[[torch.UntypedStorage], None]) -> AbstractContextManager[None]:
     """During the block, call `resized(storage)` after a storage has changed its size; no operator is dispatched."""
     return _observed(torch.UntypedStorage, "resize_", after=lambda storage, _: resized(storage))

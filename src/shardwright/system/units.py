@@ -85,6 +85,22 @@ def divisors(n: int) -> list[int]:
     return small + [n // d for d in reversed(small) if d * d != n]
 
 
+def division(size: int, by: int) -> str:
+    """Return a division with its remainder, such as `(8 = 3*2 + 2)`."""
+    return f"({size} = {by}*{size // by} + {size % by})"
+
+
+def division_problem(
+    key: str, by: int, size: int, what: str, valid: Callable[[], Iterable[int]] | None = None, *, shown: bool = True
+) -> str | None:
+    """Return the sentence that `by`, the value of `key`, does not divide `size`, or None if it does. `what`: the words
+    for the size; `valid`: returns the valid values, by default all divisors; `shown`: the division is printed."""
+    if size % by == 0:
+        return None
+    values = ", ".join(map(str, divisors(size) if valid is None else valid()))
+    return f"{key}={by} does not divide {what}{f' {division(size, by)}' if shown else ''}; valid: {values}"
+
+
 def in_groups(items: Iterable[T], n_bytes: Callable[[T], int], max_bytes: int) -> Iterator[list[T]]:
     """Yield items in order in nonempty groups of at most `max_bytes`; a larger item forms its own group."""
     group: list[T] = []

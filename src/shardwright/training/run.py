@@ -16,7 +16,7 @@ from shardwright.system.units import counted
 from shardwright.training.base_weights import base_record, fill_base
 from shardwright.training.build import build_model, build_trainer
 from shardwright.training.checkpoint.state import checkpoint_bytes
-from shardwright.training.clock import PhaseClock
+from shardwright.training.clock import PhaseClock, timeline_file
 from shardwright.training.device import configure_malloc
 from shardwright.training.expert_places import PlaceExperts
 from shardwright.training.gpu import check_gpu
@@ -42,7 +42,6 @@ from shardwright.training.saving import SaveCheckpoints
 from shardwright.training.settle import require_host_memory, settle
 from shardwright.training.sources import RunSamples, Sources
 from shardwright.training.step import Trainer
-from shardwright.training.timeline import timeline_file
 from shardwright.training.trained_shards import TrainedShards, require_shards
 
 

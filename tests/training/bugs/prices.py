@@ -1,6 +1,7 @@
 """Bugs of the planner's prices: communication that is hidden where it is not, and factors that miss a kernel."""
 
 from shardwright.cost.job import FULL
+from shardwright.layout.layout import Layout
 from tests.mutation import Mutation
 from tests.training.bugs.bug import AnyBug, UnitBug
 
@@ -20,6 +21,19 @@ SCALE: dict[str, AnyBug] = {
     "the plan frees the layers of FSDP after each backward pass of a pipeline": UnitBug(
         Mutation(f"{_COST}.gradients:gathers_all", "not job.stack.reduces_after_pipelines", "True"),
         "tests/cost/test_memory.py:test_fsdp_in_a_pipeline_holds_a_whole_stage_since_backward_passes_free_no_layers",
+    ),
+    "the plan keeps the input of a norm with an offset in 16 bits": UnitBug(
+        Mutation(f"{_COST}.job:Job.widens_norms", "self.stack.widens_norms", "False"),
+        "tests/cost/test_model_switches.py:test_norms_with_an_offset_cost_memory",
+    ),
+    "a zigzag ring has one chunk a rank": UnitBug(
+        Mutation("shardwright.split.rules:sequence_parts", "zigzag_chunks(ring)", "ring"),
+        "tests/split/test_tensor.py:test_a_layout_that_does_not_fit_is_refused_with_its_arithmetic",
+        given=(Layout(cp=4), 60, "batch.seq_len=60 is not a multiple of 2 x 4 = 8 chunks"),
+    ),
+    "the search computes the losses of pairs in chunks": UnitBug(
+        Mutation("shardwright.planner.space:_group", "job.pairs", "False"),
+        "tests/planner/test_space.py:test_no_loss_of_pairs_is_searched_in_chunks",
     ),
     "an RMSNorm of PyTorch 2.9 takes the time of six kernels": UnitBug(
         Mutation("shardwright.planner.measured_run:stack_of", "speed.norm_bytes", "36.0"),
