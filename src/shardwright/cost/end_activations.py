@@ -81,10 +81,10 @@ def ends(job: Job, candidates: Candidates) -> EndActivations:
         if job.model.logit_softcap:  # a quotient, product or gradient next to two of them, outside of the loss
             in_loss = np.maximum(in_loss, f.T * f.vocabulary_rows * f.e)
         loss = f("loss", in_loss, "logits, copies, gradients; cost/stack.py")
-        scattered = f.cut * bool(stack.logits_together)
-        to_head = f("gradient of the head's input", (f.T + scattered * f.T_shard) * f.h * f.e)
         # The tokens of several sequences are copied in the order of the ranks.
-        f.add(gradients_summed=scattered * (1 + (candidates.micro_batch > 1)))
+        scattered = ((candidates.token_shards > 1) & bool(stack.logits_together)) + 0
+        f.add(scattered=scattered, gradients_summed=scattered * (1 + (candidates.micro_batch > 1)))
+        to_head = f("gradient of the head's input", (f.T + f.scattered * f.T_shard) * f.h * f.e)
         summed = f("gradient of the head's input, summed", f.gradients_summed * f.T * f.h * f.e, "parallel/tensor.py")
         return EndActivations(first, last, sent, received, logits, waiting, loss, to_head, summed, logits - waiting)
 
