@@ -37,6 +37,21 @@ PEAKS: dict[str, tuple[str, tuple[int, int, int], str, dict[str, Any]]] = {
     "tied embedding, one micro-batch": ("llama-3.2-1b", (1024, 4, 1), "bf16", {"dp_shard": 4, "zero": 1}),
     "tied embedding, zero 3": ("llama-3.2-1b", (1024, 8, 1), "fp32", {"dp_shard": 4, "zero": 3, "recompute": "full"}),
     "tied embedding of replicas": ("llama-3.2-1b", (1024, 4, 1), "bf16", {"dp_replicate": 4, "recompute": "full"}),
+    "untied ends reduced as one group": ("llama-3.1-8b", (1024, 16, 1), "bf16", {"dp_shard": 8, "zero": 2}),
+    "untied ends of two shards": (
+        "llama-3.1-8b",
+        (1024, 4, 1),
+        "bf16",
+        {"dp_shard": 2, "zero": 2, "recompute": "full"},
+    ),
+    "untied ends of replicas": ("llama-3.1-8b", (1024, 16, 1), "bf16", {"dp_replicate": 8}),
+    "untied ends accumulated": ("llama-3.1-8b", (1024, 32, 1), "bf16", {"dp_shard": 8, "zero": 1}),
+    "untied ends of a mixture": ("llama-4-scout", (4096, 32, 1), "bf16", {"dp_shard": 8, "ep": 8, "zero": 2}),
+    "embedding accumulated in a pipeline": (
+        *("llama-3.1-8b", (1024, 8, 1), "bf16"),
+        {"dp_shard": 2, "dp_replicate": 2, "pp": 2, "zero": 1},
+    ),
+    "gradient of the head's input over tp": ("gemma-7b", (8192, 4, 4), "bf16", {"tp": 8}),
     "soft cap of logits, and norms with an offset": ("gemma2-2b", (8192, 1, 1), "bf16", {}),
 }
 

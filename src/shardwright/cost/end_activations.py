@@ -19,8 +19,9 @@ class EndActivations:
     """Bytes outside of the layers. `first`: a dropout mask after the embedding; `last`: input and output of the last
     norm; `sent`: the output of a stage, if it is kept after the send; `received`: the input of a stage, if it is in a
     buffer for messages; `logits`: kept from the loss to its backward pass, `waiting_logits`: from there to W; `loss`:
-    temporary buffers of the loss; `to_head`: the gradient of the head's input; `freed`: the part of `logits` that is
-    freed before the gradient of the head's matrix exists."""
+    temporary buffers of the loss; `to_head`: the gradient of the head's input, or the gathered input, and this rank's
+    tokens of the gradient; `summed`: with `to_head`, the gradient that is being summed over tp, before the gradient of
+    the head's matrix exists; `freed`: the part of `logits` that is freed before both."""
 
     first: Floats
     last: Floats
@@ -30,6 +31,7 @@ class EndActivations:
     waiting_logits: Floats
     loss: Floats
     to_head: Floats
+    summed: Floats
     freed: Floats
 
 
@@ -79,8 +81,12 @@ def ends(job: Job, candidates: Candidates) -> EndActivations:
         if job.model.logit_softcap:  # a quotient, product or gradient next to two of them, outside of the loss
             in_loss = np.maximum(in_loss, f.T * f.vocabulary_rows * f.e)
         loss = f("loss", in_loss, "logits, copies, gradients; cost/stack.py")
-        to_head = f("gradient of the head's input", f.T * f.h * f.e)
-        return EndActivations(first, last, sent, received, logits, waiting, loss, to_head, logits - waiting)
+        # The tokens of several sequences are copied in the order of the ranks.
+        scattered = ((candidates.token_shards > 1) & bool(stack.logits_together)) + 0
+        f.add(scattered=scattered, gradients_summed=scattered * (1 + (candidates.micro_batch > 1)))
+        to_head = f("gradient of the head's input", (f.T + f.scattered * f.T_shard) * f.h * f.e)
+        summed = f("gradient of the head's input, summed", f.gradients_summed * f.T * f.h * f.e, "parallel/tensor.py")
+        return EndActivations(first, last, sent, received, logits, waiting, loss, to_head, summed, logits - waiting)
 
 
 def _logit_features(job: Job, candidates: Candidates) -> Floats:
@@ -108,4 +114,4 @@ def _chunked_loss(job: Job, candidates: Candidates, f: Formulas) -> tuple[Floats
     source = "logits of a chunk; gathered inputs; parallel/loss.py"
     loss = f("loss", np.maximum(chunk, product) + f.cut * 2 * f.T * f.h * f.e, source)
     nothing = np.zeros_like(kept)
-    return kept, nothing, loss, nothing, nothing
+    return kept, nothing, loss, nothing, nothing, nothing

@@ -56,16 +56,17 @@ def moving_gradients(
 ) -> Floats:
     """Return the bytes of gradients that are not yet accumulated in their buffer, during the backward pass of a block,
     (n, S). `kept`, `working`, (n,): of a block, the activations that it frees, and its temporary buffers.
-    `of_any_step`: the least of all data axes and numbers of micro-batches, without `tied_gradient`.
+    `of_any_step`: the least of all data axes and numbers of micro-batches, without `head_gradient`.
 
     If gradients are sharded, this is the maximum over three moments, in addition to the activations of all blocks and
     these buffers: (1) the first block runs; (2) the second block runs, the first has freed its activations, and its
     gradients are being reduced; (3) the first is done, and has all its gradients, the buffer of their reduce-scatter,
     and no temporary buffers. With experts, whose gradients are reduced separately, all of this at once. The last stage
     also has the gradient of the head, which is reduced at the end of the pass. If gradients are not sharded: the
-    gradient of one matrix at a time, and the gradient of a head that is tied to the embedding of the same stage, which
-    waits, in the type of the matmuls, until the embedding adds its own. On one rank without FSDP2, with one micro-batch
-    a step, the accumulated gradients of the running block and of a tied head do not exist yet.
+    gradient of one matrix at a time, and the gradient of a head that waits for the embedding of the same stage, in the
+    type of the matmuls: a tied head's, and FSDP's in 16 bits, which it accumulates as one group. On one rank without
+    FSDP2, with one micro-batch a step, the accumulated gradients of the running block and of a tied head do not exist
+    yet.
     Ignored with activations on the host: their copies take some 0.8 of a layer more than is counted for them.
     """
     params = params.trained
@@ -98,22 +99,36 @@ def moving_gradients(
     f.add(
         gradient_bytes=stack.gradient_bytes, tied_head=tied_head, alone=alone + 0,
         first_pass=(candidates.microbatches(job.global_batch) == 1) * (1 - keeps_gradients(job, candidates)),
+        untied_head=_untied_head(job, candidates, stages, params, candidates.microbatches(job.global_batch)),
     )  # fmt: skip
     not_yet = f.first_pass * f.gradient_bytes * (f.alone * f.largest_layer + f.tied_head)
     of_head = f.weight_gradient_bytes * f.tied_head
-    own = f("gradients beside those of other layers", f.gradient_of_a_matmul + of_head - not_yet)
+    own = f("gradients beside those of other layers", f.gradient_of_a_matmul + of_head + f.untied_head - not_yet)
     return np.where(shared, result, own[:, None])
 
 
-def tied_gradient(job: Job, candidates: Candidates, stages: Stages, params: Parameters, microbatches: Ints) -> Floats:
+def head_gradient(job: Job, candidates: Candidates, stages: Stages, params: Parameters, microbatches: Ints) -> Floats:
     """Return the bytes by which `moving_gradients` of candidates exceeds the least of any step, (n,). They are of more
     than one rank. `microbatches`, (n,): of a step."""
     stack, n_bytes = job.stack, weight_gradient_bytes(job)
-    if stack.keeps_gradients or not _is_tied(job, stages) or candidates.shared.offload_activations != "none":
+    if stack.keeps_gradients or candidates.shared.offload_activations != "none":
         return np.zeros(len(candidates))
+    if not _is_tied(job, stages):
+        return _untied_head(job, candidates, stages, params.trained, microbatches)
     absent = (microbatches == 1) & ~keeps_gradients(job, candidates)
     above_least = n_bytes - absent * stack.gradient_bytes - min(0.0, n_bytes - stack.gradient_bytes)
     return np.where(shares_gradients(job, candidates), 0.0, params.trained.head * above_least)
+
+
+def _untied_head(job: Job, candidates: Candidates, stages: Stages, params: Parameters, microbatches: Ints) -> Floats:
+    """Return the bytes that the gradient of a head that is not tied adds while it waits for the embedding's, (n,).
+    `params`: the trained ones. With one micro-batch a step, its accumulated gradient, or shard, does not exist yet."""
+    if _is_tied(job, stages) or len(stages.layers) > 1 or job.element_bytes >= job.stack.reduced_bytes:
+        return np.zeros(len(candidates))
+    waits = uses_fsdp(job, candidates) & ~shares_gradients(job, candidates)
+    ranks = np.where(candidates.zero >= 1, candidates.shards, 1)
+    later = (microbatches == 1) * job.stack.gradient_bytes / ranks
+    return waits * params.head * np.maximum(0.0, weight_gradient_bytes(job) - later)
 
 
 def embedding_gradient(
@@ -122,28 +137,51 @@ def embedding_gradient(
     """Return the bytes that the gradient of the embedding adds before it is accumulated, (n,). `microbatches`, (n,): of
     a step; from 3 on the result is the same.
 
-    If the head of the same stage is tied to it, autograd has kept the gradient of the head and adds both into a third
-    tensor. FSDP is reducing the gradients of a layer, and has freed the weights of layers in the last micro-batch. The
-    accumulated gradients do not contain the embedding's yet: with one micro-batch a step, or two if ZeRO 1 shards them
-    after the second or ZeRO 2 frees the weights in it.
+    A head in the same stage has a gradient, too. If it is tied to the embedding, autograd adds both into a third
+    tensor; FSDP accumulates or reduces both after the pass, as one group. The result is the maximum over two moments:
+    (1) the last gradient is computed, while FSDP reduces the gradients of a layer; (2) FSDP reduces the gradients of
+    the group: it frees the group's weights, copies the gradients into one buffer, and then frees them, the last one
+    later (torch 2.13, `foreach_reduce`). In the last micro-batch the weights of layers are freed. The accumulated
+    gradients do not contain the group's yet: with one micro-batch a step, or two if ZeRO 1 shards them after the second
+    or ZeRO 2 frees the weights in it.
     """
     stack, once = job.stack, job.stack.gradient_bytes * (1 - keeps_gradients(job, candidates))
     if stack.keeps_gradients:
         return np.zeros(len(candidates))
-    m, shared = microbatches, shares_gradients(job, candidates)
-    late = (candidates.zero == 1) & (candidates.shards > 1)
-    absent = np.where(m == 1, 1 / np.where(shared | late, candidates.shards, 1), 0.0)
+    m, shared, of_weight = microbatches, shares_gradients(job, candidates), weight_gradient_bytes(job)
+    late = (candidates.zero >= 1) & (candidates.shards > 1) & ~shared
+    ranks = np.where(shared | late, candidates.shards, 1)
+    absent = np.where(m == 1, 1 / ranks, 0.0)
     absent = np.where(m == 2, late + (shared & (candidates.zero == 2)) / candidates.shards, absent)
-    reduces = uses_fsdp(job, candidates) & (shared | (m == 1)) & (not candidates.kind.splits_backward)
-    tensors = (3 if _is_tied(job, stages) else 1) * weight_gradient_bytes(job)
+    fsdp = uses_fsdp(job, candidates) & (not candidates.kind.splits_backward)
+    reduces = fsdp & (shared | (m == 1))
     # The gradients of replicas are summed in the type of the reduction, and divided into a third tensor, at the end.
-    divided = reduces & ~shared & ~late & (candidates.gradient_ranks > 1)
-    n_bytes = np.maximum(tensors, divided * 3 * stack.reduced_bytes) - absent * once
-    layer = params.trained.layer_dense + params.trained.layer_expert
-    of_layers = (params.dense + params.expert - np.where(divided[:, None], 0, params.ends))[:, 0]
+    divided = fsdp & ~shared & ~late & (candidates.gradient_ranks > 1)
+    tied, head, ends = _is_tied(job, stages), params.trained.head, params.trained.ends[:, 0]
+    layer, of_layers = (
+        params.trained.layer_dense + params.trained.layer_expert,
+        (params.dense + params.expert - params.ends)[:, 0],
+    )
+    waiting = len(stages.layers) == 1 and not tied
+    tensors = 3 if tied else 1 + waiting * (reduces | (fsdp & (job.element_bytes < stack.reduced_bytes)))
     freed = (m == 1) & (candidates.zero < 3) & reduces
     in_fsdp = (reduces & ~divided) * stack.reduced_bytes * layer - freed * job.element_bytes * of_layers
-    return np.maximum(0.0, params.trained.head * n_bytes + in_fsdp)
+    computed = head * tensors * of_weight + in_fsdp - absent * once * np.where(reduces, ends, head)
+    if job.element_bytes < stack.reduced_bytes:  # widened when they are accumulated, one at a time
+        computed = np.maximum(computed, (fsdp & ~shared & (m > 1)) * of_weight * head)
+    # Gradients in their buffer, and after it the result, or the quotient and the sum.
+    before = np.where(reduces, of_weight, once)
+    after = np.where(divided, 2 * ends * stack.reduced_bytes, ends * stack.reduced_bytes / ranks)
+    after = after + (ranks > 1) * (not tied) * before * head
+    freed = freed | (fsdp & ~shared)
+    weights = freed * of_layers + (freed | (candidates.zero == 3)) * params.ends[:, 0]
+    absent = np.where(reduces, absent, 1.0)
+    reduced = ends * stack.reduced_bytes + np.maximum(before * ends, after) - absent * once * ends
+    reduced = reduced - job.element_bytes * weights
+    dense, expert = params.trained.dense[:, 0] - ends, params.trained.expert[:, 0]
+    in_shards = dense * (1 - 1 / ranks) + expert * (1 - 1 / candidates.expert_shards)
+    reduced = reduced - (late & (m > 1)) * once * in_shards
+    return np.maximum(0.0, np.maximum(computed, np.where(fsdp, reduced, 0.0)))
 
 
 def _is_tied(job: Job, stages: Stages) -> bool:

@@ -415,6 +415,8 @@ _SYMBOLS = (
      "vectors; placed queries and keys; keys and values from latent vectors; padded results, or repeated kv heads"),
     ("placed_keys", "", "features of keys that no kernel keeps, because it keeps repeated ones"),
     ("eager_gate", "", "1 where experts keep silu(gate) although other networks are compiled and do not"),
+    ("untied_head", "B", "gradient of a head that is not tied, until the embedding has its own"),
+    ("scattered gradients_summed", "", "1 where tokens are sharded over tp; then gradients of the head's input"),
     ("first_pass alone tied_head", "", "1 where a step has one microbatch and no gradients before; where one rank has "
      "no FSDP; elements of the head, if it is the embedding"),
     ("gated_outputs", "", "outputs of shared experts that a gate multiplies"),

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.cost import memory, pipeline, pools, stage_bytes
-from shardwright.cost.gradients import embedding_gradient, shares_gradients, tied_gradient
+from shardwright.cost.gradients import embedding_gradient, head_gradient, shares_gradients
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.memo import (
     NOT_OF_A_MICROBATCH,
@@ -132,7 +132,7 @@ class PairedBytes:
     def _step_parts(
         self, states_of: Candidates, passes_of: Candidates, states: Ints, passes: Ints, counts_Rkc: Floats
     ) -> list[tuple[int, Floats, Floats]]:
-        """Return the gradients of embedding and tied head that `_microbatch_parts` leaves out: the number of a moment,
+        """Return the gradients of embedding and head that `_microbatch_parts` leaves out: the number of a moment,
         how often each rank has them then, (R,), and their bytes, (n,). They depend on the degrees of a layout and on
         whether a step has 1, 2 or more micro-batches."""
         job, stages = self.job, self.stages
@@ -146,7 +146,7 @@ class PairedBytes:
             params, by_number = memory.StepMemory(job, new).params, [np.full(len(new), m) for m in (1, 2, 3)]
             return {
                 name: np.stack([bytes_of(job, new, stages, params, m) for m in by_number], axis=1)
-                for name, bytes_of in (("embedding", embedding_gradient), ("head", tied_gradient))
+                for name, bytes_of in (("embedding", embedding_gradient), ("head", head_gradient))
             }
 
         at = (

@@ -67,8 +67,8 @@ def microbatch_bytes(
     of_any_step: bool = False,
 ) -> MicrobatchBytes:
     """Return the bytes of a micro-batch in some stages; `params`: their parameters, `memo`: cached results of layers.
-    `of_any_step`: without the gradients of tied matrices that depend on the data axes and the number of micro-batches
-    (`gradients.tied_gradient`, `gradients.embedding_gradient`)."""
+    `of_any_step`: without the gradients of both ends that depend on the data axes and the number of micro-batches
+    (`gradients.head_gradient`, `gradients.embedding_gradient`)."""
     zeros = np.zeros((len(candidates), len(stages.layers)))
     kept, experts, waiting, working, largest = (zeros.copy() for _ in range(5))
     layers: list[tuple[Layers, LayerActivations]] = []
@@ -93,7 +93,7 @@ def microbatch_bytes(
     logits[:, -1], waiting_logits[:, -1] = around.logits, around.waiting_logits
     # The head's backward pass has the gradients of the logits and of its matrix.
     head = params.trained.head * weight_gradient_bytes(job)
-    loss[:, -1] = np.maximum(around.loss, head + around.to_head - around.freed)
+    loss[:, -1] = np.maximum(around.loss, np.maximum(head, around.summed) + around.to_head - around.freed)
     if candidates.shared.offload_activations == "cpu":
         # The layer that runs, and the layer whose activations are being copied.
         n_layers = np.array([len(numbers) for numbers in stages.layers])
