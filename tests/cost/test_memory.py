@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.cost import memory
+from shardwright.cost.gradients import embedding_gradient
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Candidates
 from shardwright.cost.memory import KINDS, MOMENTS
@@ -86,6 +87,14 @@ def test_the_distributed_optimizer_of_megatron_takes_6_bytes_and_12_shared_ones(
 def gradients(global_batch: int, precision: str = "bf16", **layout: Any) -> float:
     of = job(stack=COPIES_LOGITS, global_batch=global_batch, precision=precision)
     return float(memory.estimate_memory(of, one(1, "selective", **layout)).kinds["gradients"].max())
+
+
+def test_fsdp_reduces_the_gradients_of_embedding_and_untied_head_as_one_group():
+    """With ZeRO 2 both 16-bit gradients exist beside one buffer in fp32, after all layers."""
+    of, candidates = job(), one(8, dp_shard=8, zero=2)
+    step = memory.StepMemory(of, candidates)
+    found = embedding_gradient(of, candidates, step.stages, step.params, np.array([8]))
+    assert found == pytest.approx((2 + 4) * 2 * 128256 * 4096, rel=1e-4)
 
 
 def test_gradients_exist_from_the_first_backward_pass_of_a_step_on():

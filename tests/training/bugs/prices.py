@@ -48,6 +48,14 @@ SCALE: dict[str, AnyBug] = {
         "tests/cost/test_matmuls.py:test_a_kernel_that_pads_heads_takes_the_time_of_the_padded_width",
         given=("fa1", {80: 128}),
     ),
+    "the plan reduces the gradient of FSDP's embedding without the head's": UnitBug(
+        Mutation(
+            f"{_COST}.gradients:embedding_gradient",
+            "ends * stack.reduced_bytes + np.maximum(before * ends, after)",
+            "head * stack.reduced_bytes + np.maximum(before * ends, after)",
+        ),
+        "tests/cost/test_memory.py:test_fsdp_reduces_the_gradients_of_embedding_and_untied_head_as_one_group",
+    ),
     "FlashAttention-2 computes heads of 80 without padding": UnitBug(
         Mutation(f"{_COST}.speed:Speed.kernel_width", "ceil(width / 32) * 32.0", "width"),
         "tests/cost/test_matmuls.py:test_a_kernel_that_pads_heads_takes_the_time_of_the_padded_width",
