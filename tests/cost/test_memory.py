@@ -90,11 +90,11 @@ def gradients(global_batch: int, precision: str = "bf16", **layout: Any) -> floa
 
 
 def test_fsdp_reduces_the_gradients_of_embedding_and_untied_head_as_one_group():
-    """With ZeRO 2 both 16-bit gradients exist beside one buffer in fp32, after all layers."""
+    """With ZeRO 2 both 16-bit gradients exist next to one buffer in fp32, after all layers."""
     of, candidates = job(), one(8, dp_shard=8, zero=2)
     step = memory.StepMemory(of, candidates)
-    found = embedding_gradient(of, candidates, step.stages, step.params, np.array([8]))
-    assert found == pytest.approx((2 + 4) * 2 * 128256 * 4096, rel=1e-4)
+    n_bytes = embedding_gradient(of, candidates, step.stages, step.params, np.array([8]))
+    assert n_bytes == pytest.approx((2 + 4) * 2 * 128256 * 4096, rel=1e-4)
 
 
 def test_gradients_exist_from_the_first_backward_pass_of_a_step_on():

@@ -158,10 +158,8 @@ def embedding_gradient(
     # The gradients of replicas are summed in the type of the reduction, and divided into a third tensor, at the end.
     divided = fsdp & ~shared & ~late & (candidates.gradient_ranks > 1)
     tied, head, ends = _is_tied(job, stages), params.trained.head, params.trained.ends[:, 0]
-    layer, of_layers = (
-        params.trained.layer_dense + params.trained.layer_expert,
-        (params.dense + params.expert - params.ends)[:, 0],
-    )
+    layer = params.trained.layer_dense + params.trained.layer_expert
+    of_layers = (params.dense + params.expert - params.ends)[:, 0]
     waiting = len(stages.layers) == 1 and not tied
     tensors = 3 if tied else 1 + waiting * (reduces | (fsdp & (job.element_bytes < stack.reduced_bytes)))
     freed = (m == 1) & (candidates.zero < 3) & reduces
@@ -173,10 +171,10 @@ def embedding_gradient(
     before = np.where(reduces, of_weight, once)
     after = np.where(divided, 2 * ends * stack.reduced_bytes, ends * stack.reduced_bytes / ranks)
     after = after + (ranks > 1) * (not tied) * before * head
-    freed = freed | (fsdp & ~shared)
-    weights = freed * of_layers + (freed | (candidates.zero == 3)) * params.ends[:, 0]
-    absent = np.where(reduces, absent, 1.0)
-    reduced = ends * stack.reduced_bytes + np.maximum(before * ends, after) - absent * once * ends
+    freed_then = freed | (fsdp & ~shared)
+    weights = freed_then * of_layers + (freed_then | (candidates.zero == 3)) * params.ends[:, 0]
+    absent_then = np.where(reduces, absent, 1.0)
+    reduced = ends * stack.reduced_bytes + np.maximum(before * ends, after) - absent_then * once * ends
     reduced = reduced - job.element_bytes * weights
     dense, expert = params.trained.dense[:, 0] - ends, params.trained.expert[:, 0]
     in_shards = dense * (1 - 1 / ranks) + expert * (1 - 1 / candidates.expert_shards)

@@ -52,9 +52,9 @@ class ModelSpec(ModelSizes):
             if getattr(self, name) not in get_args(literal):
                 yield f"{name}={getattr(self, name)!r} is not known; valid: {', '.join(get_args(literal))}"
         heads, kv_heads = self.n_heads, self.n_kv_heads
-        if "n_heads" not in broken and "n_kv_heads" not in broken:
-            problem = division_problem("n_kv_heads", kv_heads, heads, f"n_heads={heads}")
-            yield from [problem] if problem else []
+        valid = "n_heads" not in broken and "n_kv_heads" not in broken
+        if valid and (problem := division_problem("n_kv_heads", kv_heads, heads, f"n_heads={heads}")):
+            yield problem
         if self.positions == "rope":
             if self.head_dim > 0 and self.head_dim % 2:
                 yield (

@@ -336,7 +336,7 @@ def past_problems(saved: MixtureRecord, current: MixtureRecord, step: int) -> li
     steps with `saved`. Later stages may be added; the sources and stages already trained on may not change."""
     before, now = saved["stages"], [stage for stage in current["stages"] if stage["from_step"] < step]
     way_out = (
-        f"steps that were taken keep their weights; give the stages of these steps as they were, and other weights "
+        "steps that were taken keep their weights; give the stages of these steps as they were, and other weights "
         f"in a stage with from_step >= {step}"
     )
     problems = [
